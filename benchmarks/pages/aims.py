@@ -177,8 +177,8 @@ AIMS: dict[str, tuple[Aim, ...]] = {
         Aim("KV in int8 is 0.52 of the bytes of a handoff", _figures("kv_formats", "bytes of a token's KV")),
         Aim(
             "A prompt of 128k tokens is right, and a short one beside it waits for two chunks",
-            tests=("tests/fault/test_long_prompts.py",),
-            absent="On a small random model; not over HTTP.",
+            tests=("tests/integration/test_long_prompts.py", "tests/fault/test_long_prompts.py"),
+            absent="On a small random model.",
         ),
         Aim("A draft model: where it pays is measured", _figures("speculation_draft_model", "1 stream that copies")),
         Aim("Early exit: where it pays is measured", _figures("early_exit", "predicted gain")),

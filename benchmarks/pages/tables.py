@@ -6,15 +6,17 @@ for commits, a line under it names them.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.lib.row_times import STREAMS
 from benchmarks.lib.slo import PAIRS
 from benchmarks.pages.figures import engines, servers
 from benchmarks.pages.markers import FOOTNOTE, MARK
 from benchmarks.pages.results import Result
-from benchmarks.speculation import predicted
+from benchmarks.speculation import COPIES, WORKLOADS, predicted
 from benchmarks.suite.exercised import exercised
 from benchmarks.suite.history import Age, History
 
@@ -220,17 +222,44 @@ def kv_quality(source: Source) -> list[str]:
     return [*lines, *source.origin("kv_quality")]
 
 
-SPECULATION_ROWS = {"copy x 1": "1 that copies", "copy x 8": "8 that copy", "random x 8": "8 with random text"}
+SPECULATION_ROWS = {
+    "copy x 1": "1 that copies",
+    "copy x 8": "8 that copy",
+    "random x 1": "1 with random text",
+    "random x 8": "8 with random text",
+    "random x 64": "64 with random text",
+}
 
 
 def speculation(source: Source) -> list[str]:
-    """Guesses with one thread."""
-    found = source.data("speculation_avx512_bf16")["threads"]["1"]
-    lines = ["| requests | times as fast | predicted from rows and acceptance |", "|---|---|---|"]
-    for workload, text in SPECULATION_ROWS.items():
-        gain, low, high = engines.speculation_gain(found, workload)
-        between = f", between {low:.2f} and {high:.2f}" if workload.startswith("random") else ""
-        lines.append(f"| {text} | {gain:.2f}{between} | {predicted(dict(found), workload):.2f} |")
+    """Guesses, by threads."""
+    return _guesses(source, "speculation_avx512_bf16")
+
+
+def draft_model(source: Source) -> list[str]:
+    """Guesses of a draft model, by threads."""
+    return _guesses(source, "speculation_draft_model_avx512_bf16")
+
+
+def _guesses(source: Source, name: str) -> list[str]:
+    lines = ["| threads | requests | times as fast, 95 % interval | predicted |", "|---|---|---|---|"]
+    for threads, found in source.data(name)["threads"].items():
+        measured = next(iter(found["rounds"].values()))[0]
+        for workload in [each for each in SPECULATION_ROWS if f"{each}: tpot_ms" in measured]:
+            gain, low, high = engines.speculation_gain(found, workload)
+            rows_timed = WORKLOADS[workload][2] in STREAMS
+            expected = f"{predicted(dict(found), workload):.2f}" if rows_timed else ""
+            lines.append(f"| {threads} | {SPECULATION_ROWS[workload]} | {gain:.2f}, {low:.2f} to {high:.2f} | {expected} |")
+    return [*lines, *source.origin(name)]
+
+
+def speculation_peers(source: Source) -> list[str]:
+    """Guesses beside those of others."""
+    rounds = source.data("speculation_avx512_bf16")["peers"]["rounds"]
+    lines = ["| | 1 that copies | 8 that copy |", "|---|---|---|"]
+    for name, found in rounds.items():
+        cells = [f"{statistics.median(each[f'{copies}: tpot_ms'] for each in found):.1f} ms" for copies in COPIES]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return [*lines, *source.origin("speculation_avx512_bf16")]
 
 
@@ -258,5 +287,7 @@ TABLES: dict[str, Callable[[Source], list[str]]] = {
     "kv-formats": kv_formats,
     "kv-quality": kv_quality,
     "speculation": speculation,
+    "speculation-peers": speculation_peers,
+    "draft-model": draft_model,
     "autoscale": autoscale,
 }

@@ -16,7 +16,7 @@ from benchmarks.lib.environment import RESULTS
 from benchmarks.lib.row_times import DRAFTS, STREAMS, row_name
 from benchmarks.pages.figures.servers import GOODPUT_SYSTEMS, goodput_of
 from benchmarks.pages.results import Result, owner, read_results
-from benchmarks.pages.tables import Source, figures, goodput, speculation
+from benchmarks.pages.tables import Source, figures, goodput, speculation, speculation_peers
 from benchmarks.suite.catalogue import PARTS
 from benchmarks.suite.history import History
 
@@ -71,7 +71,12 @@ def speculated() -> dict[str, Any]:
 
     rows = {row_name(streams, drafts): 1.0 for streams in STREAMS for drafts in DRAFTS}
     rounds = {"plain": [round_of(1), round_of(1.1)], "ngram": [round_of(2), round_of(2.1)]}
-    return {"threads": {str(threads): {"rows_ms": rows, "rounds": rounds} for threads in script.THREADS}}
+    peers = {name: [round_of(1)] for name in ("tandem, plain", "tandem, ngram", "vllm", "vllm ngram")}
+    return {
+        "config": script.CONFIG,
+        "threads": {str(threads): {"rows_ms": rows, "rounds": rounds} for threads in script.THREADS},
+        "peers": {"rounds": peers, "settings": {}},
+    }
 
 
 @pytest.fixture
@@ -95,7 +100,8 @@ def test_tables_and_figures_are_made_of_them(source: Source) -> None:
     assert "throughput_amx" in rows[-1], "not the older result of another name"
     assert "A processor, 2 cores | 11 tokens/s | 13 tokens/s" in rows[2], "the best pair, without a size of steps in its name"
     assert len(goodput(source)) >= 2 + len(LENGTH)
-    assert speculation(source)
+    assert len(speculation(source)) >= 2 + len(script.WORKLOADS) * len(script.THREADS)
+    assert "| vllm ngram | 10.0 ms | 10.0 ms |" in speculation_peers(source)
     for name in ("throughput_amx", "interference_avx512_bf16", "goodput_avx512_bf16", "speculation_avx512_bf16"):
         assert 1 <= len(source.results[name].figures) <= 8, name
 
@@ -103,6 +109,12 @@ def test_tables_and_figures_are_made_of_them(source: Source) -> None:
 def test_the_worst_random_text_counts(source: Source) -> None:
     shown = [figure.name for figure in source.results["speculation_avx512_bf16"].figures]
     assert len(shown) == 3 * len(script.THREADS)
+
+
+def test_a_draft_model_has_no_goals() -> None:
+    drafted = made("speculation_draft_model_avx512_bf16", {**speculated(), "config": script.CONFIGS["draft_model"]})
+    assert len(drafted.figures) == 3 * len(script.THREADS)
+    assert all(figure.goal is None for figure in drafted.figures)
 
 
 def test_systems_of_several_commits_are_not_compared() -> None:
