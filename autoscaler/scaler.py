@@ -58,7 +58,7 @@ class Present:
     start_s: float | None
     """Seconds that the latest starts took; None before the first."""
     both: int = 0
-    """Number of decode workers that are ready and compute prompts for others, too: nobody wakes prefill then."""
+    """Number of decode workers that compute prompts for others, too, or will soon: nobody wakes prefill then."""
 
     @property
     def settled(self) -> bool:

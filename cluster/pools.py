@@ -141,9 +141,7 @@ class Pools:
         raises; then nothing has changed.
         """
         present = self.wanted()
-        asleep, decode = not present.get(Role.PREFILL, 1), self._pools[Role.DECODE]
-        both = decode.both_wanted if asleep else len(decode.both_ready())  # prefill goes only where one is READY
-        both = min(both, sizes.get(Role.DECODE, present[Role.DECODE]))  # those go last
+        both = self._both_with(sizes.get(Role.DECODE, present[Role.DECODE]))
         self._spare_prefill(both)
         for role, workers in sizes.items():
             if role not in self.roles:
@@ -152,7 +150,8 @@ class Pools:
             if not least <= workers <= most:
                 problem = f"{role.value} must be {least} to {most} workers ({role.value}.max_workers), got {workers}"
                 raise InvalidRequestError(problem, param=role.value)
-        if not both and self._both_needed(sizes.get(Role.PREFILL, present.get(Role.PREFILL, 0))):
+        prefill = {**present, **sizes}.get(Role.PREFILL, 1)
+        if not both and not prefill and self._config.autoscale.least(Role.PREFILL.value):
             raise InvalidRequestError("nobody would be left who computes prompts: want a prefill worker, too", param="decode")
         if any(workers > present[role] for role, workers in sizes.items()):
             check_room(self.with_standby({**present, **sizes}), tuple(sizes))
@@ -231,11 +230,11 @@ class Pools:
         else:
             self._check_others_compute(worker_id)
         if pool.role is role:
-            return pool.turn(worker_id, both=duty is Duty.BOTH)
+            return pool.turn(worker_id, both=duty is Duty.BOTH) + self._hand_on_both()
         if self._pools[role].desired >= (most := pool_of(self._config, role).max_workers):
             problem = f"there are {most} {role.value} workers already ({role.value}.max_workers)"
             raise InvalidRequestError(problem, param="role")
-        return self._hand_over(worker_id, pool, self._pools[role], both=duty is Duty.BOTH)
+        return self._hand_over(worker_id, pool, self._pools[role], both=duty is Duty.BOTH) + self._hand_on_both()
 
     def begin_revision(self, config: ClusterConfig) -> list[Action]:
         """Have a new revision, with this configuration and no workers yet. There must be no other one."""
@@ -299,6 +298,12 @@ class Pools:
         """Number of workers that do so, stay, and take requests."""
         return len(self._pools[Role.DECODE].both_ready())
 
+    @property
+    def both_likely(self) -> int:
+        """Number of workers that do so and take requests, or will soon. One whose starts fail does not count."""
+        infos = self._pools[Role.DECODE].workers()
+        return sum(info.both and (info.state is WorkerState.READY or not info.quick_ends) for info in infos)
+
     def tell(self, worker_id: str, event: Callable[[Pool], list[Action]]) -> list[Action]:
         """Tell the pool that a worker is in now what has become of it. Of a worker in none, nobody wants to hear."""
         pool = self._find(worker_id)
@@ -324,9 +329,14 @@ class Pools:
         if not self._new:
             self._pools[Role.PREFILL].least = 0 if both else self._config.autoscale.least(Role.PREFILL.value)
 
-    def _both_needed(self, prefill: int) -> bool:
-        """Whether somebody has to do both where so many prefill workers are wanted."""
-        return Role.PREFILL in self.roles and not prefill and self._config.autoscale.least(Role.PREFILL.value) > 0
+    def _both_with(self, decode: int) -> int:
+        """How many workers do both, or will, if so many decode workers are wanted: those go last. Prefill workers go only where
+        one is READY.
+        """
+        pool = self._pools[Role.DECODE]
+        if self.wanted().get(Role.PREFILL):
+            return min(self.both_ready, decode)
+        return min(pool.both_wanted if decode > pool.num_staying else pool.num_both, decode)
 
     def _check_others_compute(self, worker_id: str) -> None:
         """See to it that somebody computes prompts for others when this worker does so no more.

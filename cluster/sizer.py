@@ -138,7 +138,7 @@ class PoolSizer:
 
     def _present(self) -> Present:
         supervisor = self._supervisor
-        return Present(supervisor.wanted(), supervisor.ready(), supervisor.start_s, supervisor.pools.both_ready)
+        return Present(supervisor.wanted(), supervisor.ready(), supervisor.start_s, supervisor.pools.both_likely)
 
     async def _decide(self) -> None:
         saved_at = time.monotonic()
@@ -150,7 +150,7 @@ class PoolSizer:
                     decision = self._running().decide(self._present(), self._now())
                     if decision is not None:
                         await self._do(decision, room)
-                    elif self._problem is not None:
+                    elif self._problem is not None and self._running().wake(self._present(), self._now()) is None:
                         self._problem = None
                         await self._changed()
                 if time.monotonic() - saved_at > _SAVE_S:
@@ -163,18 +163,17 @@ class PoolSizer:
         """Want what there is room for. What has no room is said once."""
         wanted = self._supervisor.wanted()
         sizes, problem = _fitting(decision.sizes, wanted, room, self._supervisor.with_standby)
-        done = sizes != wanted
-        if done:
+        if sizes != wanted:
             try:
                 self._supervisor.scale(sizes, room.check)
             except InvalidRequestError as refusal:  # nobody would be left who computes prompts
-                done, problem = False, refusal.message
-        if not done and problem == self._problem:
+                sizes, problem = wanted, refusal.message
+        if sizes == wanted and problem == self._problem:
             return
         if problem not in (None, self._problem):
             log.warning("autoscaler: %s", problem)
         self._problem = problem
-        if done:
+        if sizes != wanted:
             log.info("autoscaler: %s", decision.reason)
             self._running().keep(replace(decision, sizes=sizes))
         await self._changed()

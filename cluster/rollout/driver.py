@@ -108,7 +108,8 @@ class Rollouts:
             problem = f"{asleep[0]} has no workers now" if asleep else "there are workers on standby (autoscale.standby)"
             raise InvalidRequestError(f"nothing can be rolled out while {problem}", param="config")
         if pools.both_wanted:
-            raise InvalidRequestError("nothing can be rolled out while a worker does both: flip it to one role", param="config")
+            problem = "a worker does both, or is to: flip it to one role, or scale it away"
+            raise InvalidRequestError(f"nothing can be rolled out while {problem}", param="config")
         revision = pools.latest + 1
         state = RolloutState(revision, RolloutPhase.STARTING, 0.0, changes, targets, "its first workers start")
         self._seen, self._lacking = {}, {}

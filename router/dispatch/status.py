@@ -112,7 +112,8 @@ def _wakes(view: ClusterView, role: Role, config: ClusterConfig) -> bool:
     """Whether a role sleeps by decision, or has just been woken and its first worker starts."""
     if config.autoscale.least(role.value) > 0:
         return False
-    workers = [info for info in view.workers if info.duty.does(role) and not info.standby]
+    able = [info for info in view.workers if not info.standby and info.state is not WorkerState.DRAINING]
+    workers = [info for info in able if info.duty.does(role)]
     if view.wanted.get(role) == 0 and not any(info.both and info.state is WorkerState.READY for info in workers):
         return True
     return bool(workers) and all(info.state is WorkerState.STARTING and not info.quick_ends for info in workers)

@@ -403,6 +403,30 @@ def test_nobody_does_both_in_the_place_of_one_that_is_not_wanted_any_more() -> N
     assert duties(pools)[start.worker_id] is Duty.DECODE
 
 
+def test_the_duty_of_one_that_is_missing_does_not_go_with_its_place() -> None:
+    pools = started(1, 2)
+    pools.flip("worker-1", Duty.BOTH)
+    pools.scale({Role.PREFILL: 0}, anything_fits)
+    die(pools, "worker-2")
+    pools.heed(told("worker-1"), 1.0, nothing_fits)
+    pools.heed({}, 100.0, nothing_fits)
+    with pytest.raises(InvalidRequestError, match="nobody would be left who computes prompts"):
+        pools.scale({Role.DECODE: 1}, anything_fits)
+    ready(pools, "worker-2", 2)
+    assert duties(pools)["worker-2"] is Duty.BOTH
+    assert pools.both_wanted == 1
+
+
+def test_a_flip_of_the_last_prefill_worker_leaves_one_that_computes_prompts() -> None:
+    pools = sized("0..2", "1..3")
+    for action in pools.scale({Role.DECODE: 2}, anything_fits):
+        ready(pools, action.worker_id)
+    pools.flip("worker-1", Duty.BOTH)
+    die(pools, "worker-1")
+    actions = pools.flip("worker-0", Duty.DECODE)
+    assert [action.duty for action in actions if isinstance(action, TakeRole)] == [Duty.DECODE, Duty.BOTH]
+
+
 def nothing_fits(wanted: Mapping[Role, int], asked: Collection[Role]) -> None:
     """A check of the room for workers that finds none."""
     raise InvalidRequestError("no room", param="decode")
