@@ -427,6 +427,21 @@ def test_a_flip_of_the_last_prefill_worker_leaves_one_that_computes_prompts() ->
     assert [action.duty for action in actions if isinstance(action, TakeRole)] == [Duty.DECODE, Duty.BOTH]
 
 
+def test_one_that_does_both_is_likely_to_serve_unless_its_starts_fail() -> None:
+    pools = started(1, 1)
+    pools.flip("worker-1", Duty.BOTH)
+    likely = [pools.both_likely]
+    pools.drain("worker-1", restart=True)
+    likely.append(pools.both_likely)
+    die(pools, "worker-1")
+    likely.append(pools.both_likely)
+    assert likely == [1, 1, 1], "it is about to come back"
+    die(pools, "worker-1")
+    assert pools.both_likely == 0
+    ready(pools, "worker-1", 3)
+    assert pools.both_likely == 1
+
+
 def nothing_fits(wanted: Mapping[Role, int], asked: Collection[Role]) -> None:
     """A check of the room for workers that finds none."""
     raise InvalidRequestError("no room", param="decode")

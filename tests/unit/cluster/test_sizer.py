@@ -6,14 +6,12 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 
 from autoscaler.scaler import ScalerRecord
 from cluster.memory import WorkerMemory
-from cluster.pool import Pool
 from cluster.ray.placement import Room
 from cluster.sizer import PoolSizer, _fitting, step_times
 from cluster.supervisor import Supervisor
@@ -164,117 +162,6 @@ def test_a_problem_lasts_until_nobody_waits_any_more(monkeypatch: pytest.MonkeyP
         assert len(versions) == 1
 
     sized(scene, workers=1)
-
-
-def test_a_worker_that_does_both_and_starts_anew_keeps_prefill_asleep_unless_its_starts_fail() -> None:
-    async def scene(supervisor: Supervisor, sizer: PoolSizer, records: KeptRecords) -> None:
-        both = next(info.worker_id for info in supervisor.view().workers if info.role is DECODE)
-        supervisor.flip(both, Duty.BOTH)
-        supervisor.scale({PREFILL: 0}, lambda sizes, roles: None)
-        supervisor.drain(both, restart=True)
-        await sizer.observe(replace(NOTHING_ASKED, waiting=1))
-        assert supervisor.wanted() == {PREFILL: 0, DECODE: 1}
-        epoch = supervisor.pools.epochs[both]
-        supervisor._obey(supervisor.pools.tell(both, partial(Pool.lost, worker_id=both, epoch=epoch, error="restarted")))
-        await sizer.observe(replace(NOTHING_ASKED, waiting=1))
-        assert supervisor.wanted() == {PREFILL: 0, DECODE: 1}
-        failed = partial(Pool.lost, worker_id=both, epoch=epoch + 1, error="did not start")
-        supervisor._obey(supervisor.pools.tell(both, failed))
-        await sizer.observe(replace(NOTHING_ASKED, waiting=1))
-        assert supervisor.wanted() == {PREFILL: 1, DECODE: 1}
-        shown = supervisor.view().autoscaler
-        assert shown is not None
-        assert [each.reason for each in shown.decisions] == ["decode 0 → 1: a request waits"]
-        assert records.record is not None
-        assert records.record.decisions == shown.decisions
-
-    sized(scene)
-
-
-def test_a_pause_is_shown_and_recorded_even_if_the_store_was_away() -> None:
-    async def scene(supervisor: Supervisor, sizer: PoolSizer, records: KeptRecords) -> None:
-        records.away = True
-        await sizer.pause("by hand")
-        records.away = False
-        await sizer.pause("by hand")
-        shown = supervisor.view().autoscaler
-        assert shown is not None
-        assert records.record is not None
-        assert shown.paused == records.record.paused == "by hand"
-        await sizer.resume()
-        assert records.record.paused is None
-
-    sized(scene)
-
-
-def test_it_pauses_for_a_rollout_and_for_nothing_longer() -> None:
-    async def scene(supervisor: Supervisor, sizer: PoolSizer, records: KeptRecords) -> None:
-        await sizer.heed_rollout(runs=False)
-        assert sizer.paused is None
-        for _ in range(2):
-            await sizer.heed_rollout(runs=True)
-            assert sizer.paused == "a new configuration is rolled out"
-        assert records.record is not None
-        assert records.record.paused == sizer.paused
-        await sizer.heed_rollout(runs=False)
-        assert sizer.paused is None
-        await sizer.pause("scaled by hand")
-        for runs in (True, False):
-            await sizer.heed_rollout(runs=runs)
-            assert sizer.paused == "scaled by hand"
-
-    sized(scene)
-
-
-def test_what_has_no_room_is_not_asked_for_and_said() -> None:
-    async def scene(supervisor: Supervisor, sizer: PoolSizer, records: KeptRecords) -> None:
-        await sizer.observe(replace(NOTHING_ASKED, waiting=1))
-        assert supervisor.wanted() == {PREFILL: 1, DECODE: 0}
-        shown = supervisor.view().autoscaler
-        assert shown is not None
-        assert shown.problem is not None
-        assert "1 workers do not fit" in shown.problem
-        assert not shown.decisions, "nothing was done"
-        version = supervisor.view().version
-        await sizer.observe(replace(NOTHING_ASKED, waiting=1))
-        assert supervisor.view().version == version, "and it is said once"
-
-    sized(scene, workers=1)
-
-
-def test_a_problem_lasts_until_nobody_waits_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An autoscaler that is paused decides nothing, and wakes what is asked for."""
-    monkeypatch.setattr("cluster.sizer.DECIDE_S", 0.01)
-
-    async def scene(supervisor: Supervisor, sizer: PoolSizer, records: KeptRecords) -> None:
-        await sizer.pause("by hand")
-        versions = set()
-        for _ in range(8):
-            await sizer.observe(replace(NOTHING_ASKED, waiting=1))
-            versions.add(supervisor.view().version)
-            await asyncio.sleep(0.05)
-        assert len(versions) == 1
-
-    sized(scene, workers=1)
-
-
-def test_a_worker_that_does_both_and_starts_anew_keeps_prefill_asleep_unless_its_starts_fail() -> None:
-    async def scene(supervisor: Supervisor, sizer: PoolSizer, records: KeptRecords) -> None:
-        both = next(info.worker_id for info in supervisor.view().workers if info.role is DECODE)
-        supervisor.flip(both, Duty.BOTH)
-        supervisor.scale({PREFILL: 0}, lambda sizes, roles: None)
-        supervisor.drain(both, restart=True)
-        await sizer.observe(replace(NOTHING_ASKED, waiting=1))
-        assert supervisor.wanted() == {PREFILL: 0, DECODE: 1}
-        while supervisor.pools.both_likely:
-            for info in supervisor.view().workers:
-                supervisor._obey(
-                    supervisor.pools.tell(both, partial(Pool.lost, worker_id=both, epoch=info.epoch, error="killed"))
-                )
-        await sizer.observe(replace(NOTHING_ASKED, waiting=1))
-        assert supervisor.wanted() == {PREFILL: 1, DECODE: 1}
-
-    sized(scene, config(autoscale__sizes="prefill=0..2,decode=1..4", decode__workers=1, disaggregation="always"))
 
 
 def test_a_size_with_which_nobody_would_compute_prompts_is_refused_and_said_once() -> None:
