@@ -23,7 +23,7 @@ def check_plot(path: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise InvalidRequestError("plot needs matplotlib: pip install 'tandem[plot]'", param="plot") from None
+        raise InvalidRequestError("plot needs matplotlib: .venv/bin/pip install --editable '.[plot]'", param="plot") from None
 
 
 def plot(finished: Finished, path: Path) -> None:
