@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from protocol.errors import InvalidRequestError
 from router.api.chat.body import ChatBody
@@ -52,4 +52,4 @@ def chat_form(body: ChatBody, format_: ToolFormat) -> AnswerForm:
         for tool_rule, param in tool_schemas(body.tools[:_BLAMED_TOOLS]):
             check_grammar(f"{HEAD}start: {tool_rule}\n", param)
         raise
-    return AnswerForm(grammar, wishes.tools, format_ if wishes.names else None)
+    return AnswerForm(grammar, wishes.tools, replace(format_, names=wishes.names) if wishes.names else None)

@@ -63,18 +63,22 @@ class CompletionEvents:
     def _opening(self, index: int) -> list[bytes]:
         self._begun.add(index)
         opening = self._shape.opening(index)
-        return [] if opening is None else [event(opening)]
+        return [] if opening is None else [event(self._counted([opening])[0])]
 
     def _chunks(self, delta: Delta) -> list[bytes]:
         """The chunks of one piece. A piece that says nothing yet has none, unless the client asked for each token."""
         if self._sparse and not (delta.text or delta.tool_calls or delta.finish_reason is not None):
             return []
-        chunks = [self._shape.chunk(piece) for piece in _ending_apart(delta)]
-        if self._info.continuous_usage:
-            usage = self._usage([])["usage"]
-            chunks = [{**chunk, "usage": usage} for chunk in chunks]
+        chunks = self._counted([self._shape.chunk(piece) for piece in _ending_apart(delta)])
         large = num_entries(delta.logprobs) > LARGE_ENTRIES
         return [event(chunk, large=large) for chunk in chunks]
+
+    def _counted(self, chunks: list[Json]) -> list[Json]:
+        """The chunks with the counts so far, if the client asked for them in each."""
+        if not self._info.continuous_usage:
+            return chunks
+        usage = self._usage([])["usage"]
+        return [{**chunk, "usage": usage} for chunk in chunks]
 
     def _ending(self) -> list[bytes]:
         if not self._info.include_usage:

@@ -21,7 +21,7 @@ from router.request.echo import Echo
 from router.request.generation import Generation
 from router.text.chat_template import DEFAULT_OPTIONS, ChatTemplate, TemplateOptions
 from router.text.tokenizer import Tokenizer
-from router.text.tool_format import Tool, tool_format
+from router.text.tool_format import Message, Tool, ToolFormat, tool_format
 from router.text.traced import plain
 
 _MAX_ID_DIGITS = 10
@@ -29,6 +29,29 @@ _MAX_ID_DIGITS = 10
 _TRUNCATED_ROOM = 1024
 _TRUNCATED_SHARE = 8
 """A chat is truncated until an answer of 1,024 tokens fits, or of an eighth of the context, if max_tokens does not say more."""
+
+
+def shown_by(template: ChatTemplate, format_: ToolFormat) -> ToolFormat:
+    """Return the format with as many calls in an answer as the template can show in the next turn's prompt: several, or one."""
+
+    def shows(number: int) -> bool:
+        function = {"name": "f", "arguments": {}}
+        calls = [{"id": f"call00{index}", "type": "function", "function": function} for index in range(number)]
+        results = [{"role": "tool", "tool_call_id": call["id"], "content": "0"} for call in calls]
+        asked: list[Message] = [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": "", "tool_calls": calls},
+            *results,
+        ]
+        tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
+        messages, tools = format_.conversation(asked, [tool])
+        try:
+            template.render(messages, tools=tools)
+        except InvalidRequestError:
+            return False
+        return True
+
+    return replace(format_, several=shows(2) or not shows(1))
 
 
 class Preparer:
@@ -42,7 +65,7 @@ class Preparer:
         self._facts = model.facts
         self._tokenizer = tokenizer
         self._template = ChatTemplate(model.tokenizer.chat_template, model.tokenizer)
-        self._tool_format = tool_format(model.tokenizer.chat_template)
+        self._tool_format = shown_by(self._template, tool_format(model.tokenizer.chat_template))
         self._max_model_len = max_model_len
         self._bounds = TextBounds(tokenizer, max_model_len)
 

@@ -67,7 +67,15 @@ class Function(Body):
     name: _Name = Field(description=_NAME)
     description: str | None = Field(default=None, description="a string")
     parameters: dict[str, Any] | None = Field(default=None, description="a JSON Schema")
-    strict: bool = Field(default=False, description="true or false; the parameters are always followed")
+    strict: bool = Field(
+        default=False,
+        description="true or false; where false, what can't be followed of the parameters is left out",
+    )
+
+    @property
+    def wanted(self) -> Mapping[str, Any]:
+        """The schema of the parameters, which are none if the client has left it out."""
+        return self.parameters or _NO_ARGUMENTS
 
 
 class ToolBody(Body):
@@ -79,7 +87,7 @@ class ToolBody(Body):
     def for_template(self) -> dict[str, Any]:
         """Return the tool as chat templates know it."""
         function: dict[str, Any] = {"name": self.function.name, "description": self.function.description or ""}
-        return {"type": "function", "function": {**function, "parameters": self.function.parameters or _NO_ARGUMENTS}}
+        return {"type": "function", "function": {**function, "parameters": self.function.wanted}}
 
 
 class FunctionName(Body):
@@ -110,6 +118,7 @@ class ToolCallBody(Body):
     """An earlier call of a tool, in a message of the assistant."""
 
     id: str = Field(description="a string")
+    index: int | None = Field(default=None, ge=0, description="an integer of at least 0, as pieces of a streamed call have it")
     type: Literal["function"] = Field(default="function", description='"function"')
     function: CalledFunction = Field(description="an object with name and arguments")
 
@@ -149,12 +158,18 @@ def tool_wishes(tools: Sequence[ToolBody], choice: ToolChoice | None, parallel: 
             raise InvalidRequestError(f"`tool_choice` names {chosen[0]!r:.80}, which is none of the tools", param="tool_choice")
     elif choice == "none":
         chosen = []
-    return ToolWishes(tuple(tool.for_template() for tool in tools), tuple(chosen), required, parallel)
+    for index, tool in enumerate(tools):
+        types = tool.function.wanted.get("type", "object")
+        if types != "object" and not (isinstance(types, list) and "object" in types):
+            param = f"tools.{index}.function.parameters.type"
+            raise InvalidRequestError(f"`{param}` must be object: a call's arguments are one", param=param)
+    strict = frozenset(tool.function.name for tool in tools if tool.function.strict)
+    return ToolWishes(tuple(tool.for_template() for tool in tools), tuple(chosen), strict, required, parallel)
 
 
 def tool_schemas(tools: Sequence[ToolBody]) -> list[tuple[str, str]]:
     """Return for each tool the grammar rule of its parameters, and the path of the field that they come from."""
     return [
-        (json_rule(tool.for_template()["function"]["parameters"]), f"tools.{index}.function.parameters")
+        (json_rule(tool.function.wanted, lenient=not tool.function.strict), f"tools.{index}.function.parameters")
         for index, tool in enumerate(tools)
     ]

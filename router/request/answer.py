@@ -12,8 +12,6 @@ from typing import Literal
 
 from pydantic import ConfigDict, with_config
 
-from configs.facts import TokenizerFacts
-from configs.model_files.vocabulary import byte_alphabet
 from protocol.sampling import FinishReason, PromptLogprobs, SamplingParams, TokenLogprobs
 from router.dispatch.journal import NO_GUESSES, Guesses, Tokens
 from router.request.echo import Echo, unpack
@@ -111,10 +109,8 @@ class Answer:
 class TokenTexts:
     """Tokens as text and bytes, for logprobs; remembers the ones that were asked for."""
 
-    def __init__(self, tokenizer: Tokenizer, facts: TokenizerFacts) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._spellings = facts.byte_level_bpe.tokens if facts.byte_level_bpe is not None else None
-        self._alphabet = byte_alphabet()
         self.find = lru_cache(maxsize=65_536)(self._find)
 
     def describe(self, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...]) -> tuple[TextLogprobs, ...]:
@@ -133,11 +129,8 @@ class TokenTexts:
         return (first, *self.describe(token_ids[1:], unpack(logprobs, len(token_ids))))
 
     def _find(self, token_id: int) -> TokenText:
-        text = self._tokenizer.decode((token_id,), skip_special=False)
-        if "\ufffd" in text and self._spellings is not None:
-            # Part of a character: its bytes are in the token's spelling only.
-            return TokenText(text, tuple(self._alphabet[letter] for letter in self._spellings[token_id]))
-        return TokenText(text, tuple(text.encode()))
+        utf8 = self._tokenizer.token_bytes(token_id)
+        return TokenText(utf8.decode(errors="replace"), tuple(utf8))
 
 
 class AnswerText:

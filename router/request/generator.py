@@ -33,7 +33,7 @@ class Generator:
         """`spans` None: nobody wants any."""
         self._runner = runner
         self._tokenizer = tokenizer
-        self._texts = TokenTexts(tokenizer, facts)
+        self._texts = TokenTexts(tokenizer)
         self._model_name = model_name
         self._spans = spans
 
@@ -60,7 +60,7 @@ class Generator:
         for generation in generations:
             own = before[index : index + generation.num_choices]
             # Where some have begun, the first one may have ended, and each finds for itself what is cached.
-            prompt = SharedPrompt() if len(own) > 1 and not any(each.token_ids for each in own) else None
+            prompt = SharedPrompt() if len(own) > 1 and not any(each.token_ids or each.ended for each in own) else None
             usage = request.usage.of_prompt(len(generation.prompt_token_ids))
             for number, begun in enumerate(own):
                 if not begun.ended:

@@ -33,23 +33,30 @@ _FUEL, _OWN_FUEL = 1_000_000, 100_000
 twice took 780 ms to be refused with the former, 46 ms with the latter (AMD EPYC, 2026-11-24)."""
 _FOLLOWED_SCHEMA = "a JSON Schema that can be followed"
 _ESCAPED = re.compile(r"\\[\s\S]|[/\n\r]")
-"""In a regular expression: what is escaped already, and what ends it in a grammar unless it is escaped."""
+"""In a regular expression: what is escaped already, and what ends it in a grammar unless it is spelled otherwise."""
+_SPELLED = {"/": "\\/", "\n": "\\n", "\r": "\\r", "\\\n": "\\n", "\\\r": "\\r"}
 _FREE_KEY = rf"^[\s\S]{{0,{MAX_FREE_KEY}}}$"
 _OWN_PATTERN = f'"patternProperties": {{{json.dumps(_FREE_KEY)}:'
 _MAX_KNOWN = 1024
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """The spacing of Python's JSON, as most of what models have read has it. With a choice, some would write blanks for ever."""
+_LENIENT = {"lenient": True, "coerce_one_of": True}
 _SCHEMA = ("additionalProperties", "items")
 _SCHEMAS = ("anyOf", "oneOf", "prefixItems")
 _NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
 """Keywords whose value is a schema, a list of them, or schemas by name. Others hold data, or part of a schema."""
+_DATA = ("const", "enum", "default", "examples")
 _NAMES_KEYS = {"properties", "patternProperties", "required", "anyOf", "oneOf", "allOf", "$ref"}
 """Keywords by which an object is more than a map: its keys are left as they are."""
 
 
-def json_rule(schema: Mapping[str, Any]) -> str:
-    """Return the part of a grammar that matches JSON of this schema."""
-    return f"%json {json.dumps({**_with_short_keys(schema), 'x-guidance': _SPACING})}"
+def json_rule(schema: Mapping[str, Any], *, lenient: bool = False) -> str:
+    """Return the part of a grammar that matches JSON of this schema.
+
+    `lenient`: what llguidance can't follow of the schema is left out, where it would be refused otherwise.
+    """
+    options = {**_SPACING, **(_LENIENT if lenient else {})}
+    return f"%json {json.dumps({**_with_short_keys(schema), 'x-guidance': options})}"
 
 
 def _with_short_keys(schema: Any) -> Any:
@@ -69,6 +76,21 @@ def _with_short_keys(schema: Any) -> Any:
     if is_object and not schema.keys() & _NAMES_KEYS:
         values = result.pop("additionalProperties", True)
         result |= {"patternProperties": {_FREE_KEY: values}, "additionalProperties": False}
+    return result
+
+
+def moved(schema: Any, place: str) -> Any:
+    """Return a schema as a part of another one, at this place in it (a JSON Pointer): what it refers to is found there."""
+    if not isinstance(schema, Mapping):
+        return [moved(each, place) for each in schema] if isinstance(schema, list) else schema
+    result: dict[str, Any] = {}
+    for keyword, value in schema.items():
+        if keyword in _NAMED_SCHEMAS and isinstance(value, Mapping):
+            result[keyword] = {name: moved(each, place) for name, each in value.items()}
+        elif keyword == "$ref" and isinstance(value, str) and value.startswith("#"):
+            result[keyword] = f"#{place}{value[1:]}"
+        else:
+            result[keyword] = value if keyword in _DATA else moved(value, place)
     return result
 
 
@@ -135,7 +157,7 @@ def check_grammar(grammar: str, param: str, wanted: str = _FOLLOWED_SCHEMA, fuel
 
 
 def _escape(found: re.Match[str]) -> str:
-    return {"/": "\\/", "\n": "\\n", "\r": "\\r"}.get(found[0], found[0])
+    return _SPELLED.get(found[0], found[0])
 
 
 def _problem(grammar: str, fuel: int) -> str:

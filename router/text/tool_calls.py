@@ -134,6 +134,8 @@ class _ContentBeforeCalls:
         self._begin = format_.begin
         self._anywhere = bool(format_.tag)
         """Whether a call may follow other content. If not, it can only be the whole answer."""
+        self._openings = [format_.opening(name) for name in format_.names]
+        """With one of these the whole answer is a call: other JSON may begin like it."""
         self._at_start = True
 
     def split(self, pending: str) -> tuple[str, str, bool]:
@@ -153,14 +155,14 @@ class _ContentBeforeCalls:
 
     def _start_of_call(self, pending: str) -> int | None:
         if not self._anywhere:
-            return 0 if self._at_start and pending.startswith(self._begin) else None
+            return 0 if self._at_start and any(map(pending.startswith, self._openings)) else None
         found = pending.find(self._begin)
         return None if found < 0 else found
 
     def _num_undecided(self, pending: str) -> int:
         """Number of trailing characters that may be the beginning of a call."""
         if not self._anywhere:
-            return len(pending) if self._at_start and self._begin.startswith(pending) else 0
+            return len(pending) if self._at_start and any(each.startswith(pending) for each in self._openings) else 0
         return max(_overlap(pending, self._begin), _overlap(pending, "\n" + self._begin))
 
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from router.text.grammar import HEAD, json_rule, literal
+from router.text.grammar import HEAD, json_rule, literal, moved
 from router.text.traced import Traced, ours, theirs
 
 Message = Mapping[str, Any]
@@ -42,6 +42,8 @@ class ToolWishes:
 
     tools: tuple[Tool, ...]
     names: tuple[str, ...]
+    strict: frozenset[str]
+    """Names of the tools whose parameters are followed to the letter, or refused."""
     required: bool
     parallel: bool
 
@@ -58,6 +60,10 @@ class ToolFormat:
     """The text that tells a call from content in front of it; empty if a call can only be the whole answer."""
     native: bool
     """Whether the model's chat template knows tools itself."""
+    several: bool = True
+    """Whether an answer may have several calls: some templates refuse to show them in the next turn."""
+    names: tuple[str, ...] = ()
+    """The functions that an answer may call, in the format of that answer."""
 
     def grammar(self, wishes: ToolWishes, content: str | None) -> str:
         """Return the grammar of an answer that has calls, or content where no call is required.
@@ -65,9 +71,11 @@ class ToolFormat:
         `content` is the rule that the content follows; None for any text.
         """
         call = " | ".join(f"call_{index}" for index in range(len(wishes.names)))
-        more = f"({literal(self.separator + self.tag)} ({call}))*" if wishes.parallel else ""
+        more = f"({literal(self.separator + self.tag)} ({call}))*" if wishes.parallel and self.several else ""
         calls = f"({call}) {more}"
-        rules = [self._call(index, name, wishes.tools) for index, name in enumerate(wishes.names)]
+        # Without a tag, JSON content may begin as a call does. Only rules of the same kind can then be told apart later.
+        write = self._call_in_json if content is not None and not self.tag else self._call
+        rules = [f"call_{index}: {write(name, wishes)}" for index, name in enumerate(wishes.names)]
         first = f"{literal(self.tag)} {calls}" if self.tag else calls
         if wishes.required:
             rules.append(f"start: {first}")
@@ -107,10 +115,21 @@ class ToolFormat:
             return f"/(.|\\n)*/ & ~/(.|\\n)*{_regex(self.tag.strip())}(.|\\n)*/"
         return "/([^{](.|\\n)*)?/"
 
-    def _call(self, index: int, name: str, tools: Sequence[Tool]) -> str:
-        [schema] = [tool["function"]["parameters"] for tool in tools if tool["function"]["name"] == name]
-        opening = self.begin.removeprefix(self.tag) + json.dumps(name) + self.middle
-        return f"call_{index}: {literal(opening)} {json_rule(schema)} {literal(self.end)}"
+    def opening(self, name: str) -> str:
+        """Return what stands before the arguments of a call."""
+        return self.begin + json.dumps(name) + self.middle
+
+    def _call(self, name: str, wishes: ToolWishes) -> str:
+        arguments = json_rule(_arguments(name, wishes), lenient=name not in wishes.strict)
+        return f"{literal(self.opening(name).removeprefix(self.tag))} {arguments} {literal(self.end)}"
+
+    def _call_in_json(self, name: str, wishes: ToolWishes) -> str:
+        """The same where a call is a JSON object without anything around it."""
+        name_key, arguments_key = json.loads(f"{self.opening('')}0{self.end}")
+        arguments = moved(_arguments(name, wishes), f"/properties/{arguments_key}")
+        properties = {name_key: {"const": name}, arguments_key: arguments}
+        call = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+        return json_rule(call, lenient=name not in wishes.strict)
 
     def _spelled(self, message: Message) -> Message:
         """The message for a template that knows neither calls nor their results: they become text of assistant and user."""
@@ -125,6 +144,12 @@ class ToolFormat:
 
     def _spelled_call(self, name: str, arguments: str) -> Traced:
         return ours(self.begin) + theirs(json.dumps(name)) + self.middle + theirs(arguments) + self.end
+
+
+def _arguments(name: str, wishes: ToolWishes) -> dict[str, Any]:
+    """The schema of a tool's arguments, which are an object whatever else its author lets them be."""
+    [schema] = [tool["function"]["parameters"] for tool in wishes.tools if tool["function"]["name"] == name]
+    return {**schema, "type": "object"}
 
 
 def tool_format(template: str | None) -> ToolFormat:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import codecs
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 
 from router.api.large.encoding import Entries
 from router.api.shapes import AnswerInfo, Json, clipped, usage, whole_usage
 from router.dispatch.journal import Guesses
 from router.request.answer import Answer, Delta, TextLogprobs
 from telemetry.request_times import RequestTimes
+
+_Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class CompletionShape:
@@ -20,6 +24,8 @@ class CompletionShape:
         self._begun: set[int] = set()
         self._offsets: defaultdict[int, int] = defaultdict(int)
         """Characters of each choice that have been written, by index."""
+        self._characters: defaultdict[int, codecs.IncrementalDecoder] = defaultdict(partial(_Decoder, "replace"))
+        """Makes characters of the tokens of each choice: one may be split over several."""
         self._head: Json = {
             "id": info.answer_id,
             "object": "text_completion",
@@ -68,7 +74,7 @@ class CompletionShape:
         offsets = []
         for entry in entries:
             offsets.append(self._offsets[index])
-            self._offsets[index] += len(entry.chosen.token.text)
+            self._offsets[index] += len(self._characters[index].decode(bytes(entry.chosen.token.utf8)))
         return {
             "text_offset": Entries(offsets),
             "token_logprobs": Entries(clipped(entry.chosen.logprob) for entry in entries),

@@ -20,7 +20,16 @@ from router.api.body import Body, parse_body
 from router.api.chat.body import ChatBody
 from router.api.completions.body import CompletionBody
 from router.api.responses.body import ResponsesBody
-from router.api.tools.bodies import DetokenizeBody, DrainBody, ScaleBody, TokenizeBody
+from router.api.tools.bodies import (
+    AutoscaleBody,
+    CacheBody,
+    DetokenizeBody,
+    DrainBody,
+    FlipBody,
+    RolloutBody,
+    ScaleBody,
+    TokenizeBody,
+)
 
 REQUEST_HEAD = struct.Struct(">II")
 """Bytes of the kind's name, bytes of the body; both follow."""
@@ -29,10 +38,11 @@ ANSWER_HEAD = struct.Struct(">I")
 JOB_S = 1.5
 """Seconds that one body may take."""
 _MAX_MEMORY = 2 * 2**30
-_KINDS: dict[str, type[Body]] = {
-    kind.__name__: kind
-    for kind in (ChatBody, CompletionBody, ResponsesBody, TokenizeBody, DetokenizeBody, ScaleBody, DrainBody)
+_OPERATORS = (AutoscaleBody, CacheBody, DrainBody, FlipBody, RolloutBody, ScaleBody)
+KINDS: dict[str, type[Body]] = {
+    kind.__name__: kind for kind in (ChatBody, CompletionBody, ResponsesBody, TokenizeBody, DetokenizeBody, *_OPERATORS)
 }
+"""All bodies that requests may have, by name."""
 
 
 def serve(requests: BinaryIO, answers: BinaryIO) -> None:
@@ -45,7 +55,7 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
             return
         # The signal's default is to end the process, also in the middle of C code.
         signal.setitimer(signal.ITIMER_REAL, JOB_S)
-        answer = problem(_KINDS[kind], data)
+        answer = problem(KINDS[kind], data)
         signal.setitimer(signal.ITIMER_REAL, 0)
         answers.write(ANSWER_HEAD.pack(len(answer)) + answer)
         answers.flush()

@@ -39,6 +39,7 @@ class ResponsesBody(Body):
     neutral: ClassVar[Neutral] = {
         "access_programs": (),
         "background": (False,),
+        "background_options": (),
         "context_management": ([],),
         "conversation": (),
         "image": (),

@@ -28,6 +28,7 @@ class InputText(Body):
     )
     text: str = Field(description="a string")
     logprobs: list[Any] | None = Field(default=None, description="a list, as an answer had it; a prompt has no use for it")
+    parsed: Any = Field(default=None, description="what the openai package made of the text, which says the same")
 
 
 class MessageItem(Body):
@@ -51,7 +52,7 @@ class MessageItem(Body):
 class CallItem(Body):
     """A call of a function that the model made earlier."""
 
-    neutral: ClassVar[Neutral] = {"async": (False,), "caller": (), "namespace": ()}
+    neutral: ClassVar[Neutral] = {"async": (False,), "async_": (), "caller": (), "namespace": ()}
 
     type: Literal["function_call"] = Field(description=_TYPES)
     call_id: str = Field(min_length=1, description=_CALL_ID)

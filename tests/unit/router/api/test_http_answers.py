@@ -62,8 +62,8 @@ def test_usage_in_every_chunk(run_cluster: Callable[..., None]) -> None:
         for path, body in (("chat/completions", CHAT), ("completions", {"model": "smollm2", "prompt": "a", "max_tokens": 99})):
             response = await cluster.http.post(f"/v1/{path}", json=body | {"stream": True, "stream_options": options})
             *chunks, last = events(response.text)
-            counts = [chunk["usage"]["completion_tokens"] for chunk in chunks if chunk["usage"] is not None]
-            assert len(counts) >= 10, "most chunks have their counts"
+            counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+            assert len(counts) == len(chunks) >= 10
             assert counts == sorted(counts)
             assert chunks[-1]["usage"] == last["usage"]
             assert last["usage"]["completion_tokens"] == len(cluster.script.answer)
@@ -89,6 +89,23 @@ def test_streamed_chat(run_cluster: Callable[..., None]) -> None:
         assert not any("\ufffd" in piece for piece in pieces)
         assert [chunk["choices"][0]["finish_reason"] for chunk in chunks[:-1]] == [None] * (len(chunks) - 2) + ["stop"]
         assert len({chunk["id"] for chunk in chunks}) == 1
+        await cluster.clean()
+
+    run_cluster(test)
+
+
+def test_offsets_are_those_of_the_text(run_cluster: Callable[..., None]) -> None:
+    """Also behind a character that is split over tokens."""
+
+    async def test(cluster: Any) -> None:
+        cluster.says("a 😀 b 🦜 c")
+        request = {"model": "smollm2", "prompt": "x", "max_tokens": len(cluster.script.answer) - 1, "logprobs": 1}
+        choice = (await cluster.http.post("/v1/completions", json=request)).json()["choices"][0]
+        scored = choice["logprobs"]
+        assert len(scored["tokens"]) > len(choice["text"].split())
+        whole = {token: at for token, at in zip(scored["tokens"], scored["text_offset"], strict=True) if "\ufffd" not in token}
+        assert {" b", " c"} <= whole.keys()
+        assert all(choice["text"][at:].startswith(token) for token, at in whole.items())
         await cluster.clean()
 
     run_cluster(test)

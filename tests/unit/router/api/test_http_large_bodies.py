@@ -19,11 +19,18 @@ from protocol.errors import InvalidRequestError, OverloadedError
 from router.api.completions.body import CompletionBody
 from router.api.large import helper
 from router.api.large.helper import LARGE_BODY_BYTES, BodyHelper
+from router.api.large.helper_main import KINDS
+from router.api.tools import bodies
 from tests.hostile_bodies import CHAT, PLAIN, SHAPES
 from tests.unit.router.conftest import eventually
 
 JSON = {"content-type": "application/json"}
 LONG = json.dumps({"model": "smollm2", "prompt": "word " * 60_000}).encode()
+
+
+def test_the_helper_knows_every_body_of_its_own_module() -> None:
+    written = {name for name, each in vars(bodies).items() if name.endswith("Body") and each.__module__ == bodies.__name__}
+    assert written <= KINDS.keys()
 
 
 async def post(cluster: Any, path: str, data: bytes) -> httpx.Response:

@@ -59,6 +59,36 @@ def test_calls_whole_and_streamed(run_cluster: Callable[..., None]) -> None:
     run_cluster(test)
 
 
+def test_a_streamed_answer_with_calls_goes_back_as_the_package_has_it(run_cluster: Callable[..., None]) -> None:
+    """The final message of a stream, its dump, and deltas that are added up, as OpenAI's guide shows."""
+
+    async def test(cluster: Any) -> None:
+        cluster.says(CALLS)
+        async with openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:
+            async with client.chat.completions.stream(model="smollm2", messages=MESSAGES, tools=TOOLS) as stream:
+                message: Any = (await stream.get_final_completion()).choices[0].message
+            added: dict[int, Any] = {}
+            pieces = await client.chat.completions.create(model="smollm2", messages=MESSAGES, tools=TOOLS, stream=True)
+            async for piece in pieces:
+                for call in piece.choices[0].delta.tool_calls or ():
+                    if call.index not in added:
+                        added[call.index] = call
+                    elif call.function is not None:
+                        added[call.index].function.arguments += call.function.arguments
+            for said in (message, message.model_dump(), {"role": "assistant", "tool_calls": list(added.values())}):
+                calls = said["tool_calls"] if isinstance(said, dict) else said.tool_calls
+                ids = [call["id"] if isinstance(call, dict) else call.id for call in calls]
+                results = [{"role": "tool", "tool_call_id": each, "content": "rain"} for each in ids]
+                turn: list[Any] = [*MESSAGES, said, *results]
+                answer = await client.chat.completions.create(model="smollm2", messages=turn, tools=TOOLS)
+                assert answer.choices[0].finish_reason == "tool_calls"
+                prompt = cluster.tokenizer.decode(cluster.prefill[0].seen[-1].token_ids, skip_special=False)
+                assert prompt.count("rain") == 2
+        await cluster.clean()
+
+    run_cluster(test)
+
+
 def test_a_conversation_with_calls_and_results_is_in_the_prompt(run_cluster: Callable[..., None]) -> None:
     async def test(cluster: Any) -> None:
         cluster.says("Sunny.")

@@ -18,7 +18,7 @@ TEXTS = ["one two three", "日本語🧑‍🚀é", "aaaa aaaa", "stop me, stop"
 @pytest.fixture(scope="module")
 def text_side(model: Model) -> tuple[Tokenizer, TokenTexts]:
     tokenizer = Tokenizer.build(model.tokenizer)
-    return tokenizer, TokenTexts(tokenizer, model.tokenizer)
+    return tokenizer, TokenTexts(tokenizer)
 
 
 @settings(max_examples=150)

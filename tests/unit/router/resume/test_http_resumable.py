@@ -82,6 +82,21 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.timeout(60)
+def test_choices_without_tokens_that_have_ended_hold_up_no_others(run_cluster: Run) -> None:
+    async def test(cluster: Any) -> None:
+        client = Client(cluster, prompt="Count:", n=2, echo=True, max_tokens=0, logprobs=1)
+        await client.read(1)
+        await client.again()
+        chunks = [chunk for chunk in client.data if chunk != "[DONE]"]
+        assert sorted(choice["index"] for chunk in chunks for choice in chunk["choices"]) == [0, 1]
+        assert all(choice["text"] == "Count:" for chunk in chunks for choice in chunk["choices"])
+        assert all(len(choice["logprobs"]["tokens"]) >= 2 for chunk in chunks for choice in chunk["choices"])
+        await cluster.clean()
+
+    run_cluster(test)
+
+
 @pytest.mark.parametrize("kind", BODIES)
 def test_a_stream_that_is_cut_anywhere_is_the_whole_stream(run_cluster: Run, kind: str) -> None:
     """After every event the client leaves, and comes back; every event comes once, as in a stream that nobody cut."""

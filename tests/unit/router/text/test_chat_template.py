@@ -8,7 +8,9 @@ from transformers import PreTrainedTokenizerFast
 
 from configs.facts import Model, TokenizerFacts
 from protocol.errors import ConfigError, InvalidRequestError
+from router.api.prepare import shown_by
 from router.text.chat_template import ChatTemplate, TemplateOptions
+from router.text.tool_format import tool_format
 
 CONVERSATIONS: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": "What is the capital of France?"}],
@@ -68,6 +70,25 @@ def test_a_model_without_bos_has_no_such_name(facts: TokenizerFacts) -> None:
 
 def test_the_date(facts: TokenizerFacts) -> None:
     assert len(ChatTemplate("{{ strftime_now('%Y-%m-%d') }}", facts).render([])) == 10
+
+
+REFUSES = "{% for m in messages %}{% if REFUSED %}{{ raise_exception('no') }}{% endif %}{% endfor %}"
+SAYS_TOOLS = "{% if tools %}<tool_call>{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "several"),
+    [
+        (SAYS_TOOLS, True),
+        (SAYS_TOOLS + REFUSES.replace("REFUSED", "m.tool_calls|length > 1"), False),
+        (SAYS_TOOLS + REFUSES.replace("REFUSED", "m.tool_calls"), True),
+        ("{{ messages }}", True),
+        (None, True),
+    ],
+)
+def test_as_many_calls_as_it_can_show(facts: TokenizerFacts, template: str | None, several: bool) -> None:
+    """What is never shown is no reason to say less."""
+    assert shown_by(ChatTemplate(template, facts), tool_format(template)).several == several
 
 
 def test_without_a_template(facts: TokenizerFacts) -> None:

@@ -20,6 +20,7 @@ from configs.facts import TokenizerFacts
 from configs.model_files.bpe_patterns import LLAMA3, QWEN2
 from configs.model_files.hf_tokenizer import read_tokenizer
 from protocol.errors import ConfigError
+from router.request.answer import TokenTexts
 from router.text.renamed_tokens import RenamedControlTokens
 from router.text.tokenizer import Tokenizer
 from router.text.traced import Traced, ours
@@ -129,6 +130,15 @@ def sentencepiece_like(corpus: list[str], tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture(scope="module")
 def other_kind(sentencepiece_like: TokenizerFacts) -> Tokenizer:
     return Tokenizer.build(sentencepiece_like)
+
+
+def test_the_bytes_of_tokens_are_those_of_the_text(other_kind: Tokenizer, varied_strings: VariedStrings) -> None:
+    """Blanks in front of words, too, and parts of characters."""
+    texts = TokenTexts(other_kind)
+    for text in ["a word", "é😀 ", *varied_strings(100)]:
+        ids = other_kind.encode(text)
+        said = b"".join(bytes(texts.find(token_id).utf8) for token_id in ids).decode()
+        assert said.removeprefix(" ") == other_kind.decode(ids, skip_special=False)
 
 
 def test_other_kinds_are_read_by_tokenizers(sentencepiece_like: TokenizerFacts, varied_strings: VariedStrings) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -31,7 +32,7 @@ NAMES = ("add", "say", "stop")
 
 
 def wishes(names: tuple[str, ...] = NAMES, *, required: bool = False, parallel: bool = True) -> ToolWishes:
-    return ToolWishes(TOOLS, names, required, parallel)
+    return ToolWishes(TOOLS, names, frozenset(NAMES), required, parallel)
 
 
 class Bytes:
@@ -62,7 +63,7 @@ def written(format_: ToolFormat, calls: list[tuple[str, str]]) -> str:
 
 
 def parsed(format_: ToolFormat, text: str, cuts: list[int]) -> tuple[str, list[tuple[str, str]], list[ToolCallDelta]]:
-    parser = ToolCallParser(format_)
+    parser = ToolCallParser(replace(format_, names=NAMES))
     content, pieces = "", list[ToolCallDelta]()
     borders = sorted({0, *(cut for cut in cuts if cut < len(text)), len(text)})
     for start, end in pairwise(borders):
@@ -136,6 +137,65 @@ def test_content_may_have_a_form_of_its_own(format_: ToolFormat) -> None:
     assert follows(grammar, "[1, 2]")
     assert follows(grammar, written(format_, [("stop", "{}")]))
     assert not follows(grammar, "Hello")
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+@pytest.mark.parametrize(
+    "content", ['{"name": "Bob", "age": 3}', '{"name": "add", "age": 3}', '{"a": {"parameters": {}}}', "{}"]
+)
+def test_content_that_begins_as_a_call_does_stays_content(format_: ToolFormat, content: str) -> None:
+    grammar = format_.grammar(wishes(), json_rule({"type": "object"}))
+    assert follows(grammar, content)
+    assert parsed(format_, content, [*range(1, 30)]) == (content, [], [])
+    for call in [("add", '{"a": 1, "b": 2}'), ("stop", "{}")]:
+        assert follows(grammar, written(format_, [call]))
+        assert parsed(format_, written(format_, [call]), [3, 9])[:2] == ("", [call])
+
+
+def test_a_schema_that_names_its_own_parts_is_followed_within_a_call() -> None:
+    node = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}, "of": {"$ref": "#/$defs/kind"}}}
+    schema = {"$ref": "#/$defs/node", "$defs": {"node": {**node, "additionalProperties": False}, "kind": {"enum": ["a", "b"]}}}
+    tools = ({"type": "function", "function": {"name": "walk", "description": "", "parameters": schema}},)
+    asked = ToolWishes(tools, ("walk",), frozenset({"walk"}), required=False, parallel=False)
+    for format_ in FORMATS:
+        grammar = format_.grammar(asked, json_rule({"type": "object"}))
+        assert follows(grammar, written(format_, [("walk", '{"next": {"next": {"of": "b"}}, "of": "a"}')]))
+    assert not follows(HERMES.grammar(asked, None), written(HERMES, [("walk", '{"of": "c"}')]))
+
+
+@pytest.mark.parametrize(
+    "parameters", [{"properties": {"a": {"type": "integer"}}}, {"type": ["object", "null"]}, {"minProperties": 0}]
+)
+@pytest.mark.parametrize("format_", FORMATS)
+def test_arguments_are_an_object_whatever_the_schema_leaves_open(format_: ToolFormat, parameters: dict[str, Any]) -> None:
+    tools = ({"type": "function", "function": {"name": "f", "description": "", "parameters": parameters}},)
+    grammar = format_.grammar(ToolWishes(tools, ("f",), frozenset(), required=True, parallel=False), None)
+    assert follows(grammar, written(format_, [("f", '{"a": 1}')]))
+    for other in ("null", "3", '"hi"', "[1]"):
+        assert not follows(grammar, written(format_, [("f", other)]))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "format": "password"},
+        {"type": "array", "items": {"type": "integer"}, "uniqueItems": True},
+        {"oneOf": [{"type": "integer"}, {"type": "number"}]},
+        {"type": "object", "propertyNames": {"pattern": "^a"}},
+    ],
+)
+def test_what_cannot_be_followed_is_left_out_where_a_tool_is_not_strict(schema: dict[str, Any]) -> None:
+    tools = (tool("f", value=schema),)
+    for strict in (frozenset[str](), frozenset({"f"})):
+        grammar = HERMES.grammar(ToolWishes(tools, ("f",), strict, required=True, parallel=False), None)
+        assert (llguidance.LLMatcher.validate_grammar(grammar, VOCABULARY) != "") == bool(strict)
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+def test_one_call_where_the_template_shows_no_more(format_: ToolFormat) -> None:
+    grammar = replace(format_, several=False).grammar(wishes(), None)
+    assert follows(grammar, written(format_, [("stop", "{}")]))
+    assert not follows(grammar, written(format_, [("stop", "{}"), ("stop", "{}")]))
 
 
 @pytest.mark.parametrize("format_", FORMATS)
