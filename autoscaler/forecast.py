@@ -34,7 +34,7 @@ def check_installed() -> None:
     try:
         import augurs  # noqa: F401
     except ImportError:
-        problem = "autoscale: it needs a package that is not installed: pip install 'tandem[autoscale]'"
+        problem = "autoscale: it needs a package that is not installed: .venv/bin/pip install --editable '.[autoscale]'"
         raise ConfigError(problem, param="autoscale") from None
 
 

@@ -2,7 +2,7 @@
 
 The request's span continues the client's trace and has the id that the answer's `traceparent` told, so what the client and the
 workers' log lines say of it can be found together. A client's decision not to record its trace is kept; what begins here is
-recorded. The packages are optional (`pip install 'tandem[otlp]'`) and imported only where an endpoint is set.
+recorded. The packages are optional (`.venv/bin/pip install --editable '.[otlp]'`) and imported only where an endpoint is set.
 """
 
 from __future__ import annotations
@@ -109,7 +109,9 @@ def check_installed() -> None:
         import opentelemetry.exporter.otlp.proto.http.trace_exporter
         import opentelemetry.sdk.trace.export  # noqa: F401
     except ImportError:
-        problem = "telemetry.otlp_endpoint: it needs packages that are not installed: pip install 'tandem[otlp]'"
+        problem = (
+            "telemetry.otlp_endpoint: it needs packages that are not installed: .venv/bin/pip install --editable '.[otlp]'"
+        )
         raise ConfigError(problem, param="telemetry.otlp_endpoint") from None
 
 

@@ -8,7 +8,7 @@ It has a thread of its own and reads only what is on disk, so the log waits for 
 place sends these lines once more. They have the same keys then: a message's key is the `id` of its line, and its value the
 line. A file that the log's bound removes before it was sent is counted as lost.
 
-`confluent-kafka` is optional (`pip install 'tandem[kafka]'`), and imported only where a topic is named.
+`confluent-kafka` is optional (`.venv/bin/pip install --editable '.[kafka]'`), and imported only where a topic is named.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def check_kafka(target: KafkaTarget) -> None:
     try:
         from confluent_kafka import KafkaException
     except ImportError:
-        problem = f"{_PARAM}: it needs a package that is not installed: pip install 'tandem[kafka]'"
+        problem = f"{_PARAM}: it needs a package that is not installed: .venv/bin/pip install --editable '.[kafka]'"
         raise ConfigError(problem, param=_PARAM) from None
     if taken := sorted({"bootstrap.servers", "acks", *_OURS} & target.options.keys()):
         raise ConfigError(f"{_PARAM}_options: {', '.join(taken)} can't be changed", param=f"{_PARAM}_options")
