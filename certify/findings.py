@@ -99,6 +99,11 @@ class Findings:
 
     def _write(self) -> None:
         stored: dict[str, Any] = asdict(self._content)
-        new = self._path.with_suffix(".new")
+        new = being_written(self._path)
         new.write_text(json.dumps(stored))
         new.replace(self._path)
+
+
+def being_written(path: Path) -> Path:
+    """Return the file that becomes the one at `path` when it is whole. A part that is ended may leave it behind."""
+    return path.with_suffix(".new")

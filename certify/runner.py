@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Literal
 
 from certify.catalogue import Part
-from certify.findings import Content, Device
+from certify.findings import Content, Device, being_written
 
 GRACE_S = 15.0
 """Seconds that processes have between SIGTERM and SIGKILL: a cluster stops its Ray in them."""
@@ -78,7 +78,8 @@ def run_part(part: Part, device: Device, folder: Path, grace_s: float = GRACE_S)
             end_with_all(process, grace_s)
     seconds = time.monotonic() - began
     content, problem = _read(path)
-    path.unlink(missing_ok=True)
+    for left in (path, being_written(path)):
+        left.unlink(missing_ok=True)
     verdict: tuple[Status, str] = ("interrupted", "") if interrupted else _verdict(part, code, content, problem)
     result = PartResult(part, *verdict, seconds, content)
     if result.is_wrong:

@@ -161,8 +161,10 @@ def tool_wishes(tools: Sequence[ToolBody], choice: ToolChoice | None, parallel: 
     for index, tool in enumerate(tools):
         types = tool.function.wanted.get("type", "object")
         if types != "object" and not (isinstance(types, list) and "object" in types):
-            param = f"tools.{index}.function.parameters.type"
-            raise InvalidRequestError(f"`{param}` must be object: a call's arguments are one", param=param)
+            param = f"tools.{index}.function.parameters"
+            raise InvalidRequestError(
+                f"`{param}` must be the JSON Schema of an object: a call's arguments are one", param=param
+            )
     strict = frozenset(tool.function.name for tool in tools if tool.function.strict)
     return ToolWishes(tuple(tool.for_template() for tool in tools), tuple(chosen), strict, required, parallel)
 

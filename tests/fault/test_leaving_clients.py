@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 
 from configs.facts import ModelFacts
 from configs.schema import ClusterConfig, DecodeConfig, PrefillConfig
+from engine.batch import Chunk
+from engine.model_runner import ModelRunner
 from kv_transfer.transports.loopback import Faults
 from protocol.messages import Role
 from tests.fault.many_decodes import CONFIG, ManyDecodes, Said, run_many_decodes
@@ -26,6 +29,18 @@ SMALL = CONFIG.model_copy(
 LONG = prompt_of(900, 2)
 STEPS = 2
 """The one under way, and the one that was planned when the cancel was on its way."""
+
+
+@pytest.fixture(autouse=True)
+def long_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps take long beside the way of a message, as those of real models do."""
+    execute = ModelRunner.execute
+
+    def slowly(runner: ModelRunner, chunks: Sequence[Chunk], on_layer: Callable[[int], None] | None = None) -> Any:
+        time.sleep(0.01)
+        return execute(runner, chunks, on_layer)
+
+    monkeypatch.setattr(ModelRunner, "execute", slowly)
 
 
 class Leaving:

@@ -145,7 +145,7 @@ def test_a_collector_that_is_away_costs_no_answer(run_cluster: Callable[..., Non
 
 def test_missing_packages_are_said_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
-    with pytest.raises(ConfigError, match=r"pip install 'tandem\[otlp\]'"):
+    with pytest.raises(ConfigError, match=r"pip install --editable '.\[otlp\]'"):
         spans.check_installed()
 
 

@@ -142,6 +142,18 @@ CASES: list[tuple[str, dict[str, Any], int, str | None, str]] = [
         {"tools": [TOOL, {"type": "function", "function": {"name": "g", "parameters": {"type": "thing"}}}]},
         400,
         "tools.1.function.parameters",
+        "must be the JSON Schema of an object",
+    ),
+    (
+        CHAT,
+        {
+            "tools": [
+                TOOL,
+                {"type": "function", "function": {"name": "g", "parameters": {"properties": {"a": {"type": "thing"}}}}},
+            ]
+        },
+        400,
+        "tools.1.function.parameters",
         "Invalid type: thing",
     ),
     (CHAT, {"tool_choice": "required"}, 400, "tool_choice", "needs `tools`"),

@@ -245,7 +245,7 @@ def test_options_that_can_not_work_are_one_sentence(options: dict[str, Any], say
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "confluent_kafka", None)
-    with pytest.raises(ConfigError, match=r"pip install 'tandem\[kafka\]'"):
+    with pytest.raises(ConfigError, match=r"pip install --editable '.\[kafka\]'"):
         check_kafka(KafkaTarget.of("localhost:9092/usage", {}))
 
 
