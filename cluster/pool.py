@@ -314,9 +314,9 @@ class Pool:
         return [TakeRole(worker_id, member.info.epoch, self._give(member, both=both))]
 
     def hand_on_both(self) -> list[Action]:
-        """Where some are to do both and none of them is READY, have another one that is READY do so in the place of one."""
+        """Where some are to do both, of whom none is READY, have another one that is READY do so in the place of one."""
         ready = self._ready()
-        if not self._both or not ready or self.both_ready():
+        if not self._both or not ready:
             return []
         if self.num_both == self._both:
             late = next(member for member in self._staying() if member.info.both)  # it has nothing, or gives it away

@@ -95,10 +95,9 @@ class Router:
 
     async def start(self) -> None:
         """Build the tokenizer and begin to follow the cluster. Returns before workers are up; `/health` tells."""
-        facts = self._model.tokenizer
-        tokenizer = await self._threads.run("", Tokenizer.build, facts)
+        tokenizer = await self._threads.run("", Tokenizer.build, self._model.tokenizer)
         runner = ChoiceRunner(self._pipeline, self._threads, self.metrics, self._demand)
-        self._generator = Generator(runner, tokenizer, facts, self.facts.name, self._spans)
+        self._generator = Generator(runner, tokenizer, self.facts.name, self._spans)
         self.preparer = Preparer(self._model, tokenizer, self.max_model_len)
         # What is there by now (modules, the vocabulary) lives as long as the process. A full garbage collection would look
         # through it for 80 ms each time, in which no stream gets a token.

@@ -11,7 +11,6 @@ import dataclasses
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 
-from configs.facts import TokenizerFacts
 from protocol.errors import TandemError
 from router.dispatch.journal import Journal
 from router.request.answer import AnswerText, Delta, TokenTexts
@@ -27,9 +26,7 @@ from telemetry.spans import Attributes, SpanExport
 class Generator:
     """Generates the answers of requests to one model; holds nothing of any of them."""
 
-    def __init__(
-        self, runner: ChoiceRunner, tokenizer: Tokenizer, facts: TokenizerFacts, model_name: str, spans: SpanExport | None
-    ) -> None:
+    def __init__(self, runner: ChoiceRunner, tokenizer: Tokenizer, model_name: str, spans: SpanExport | None) -> None:
         """`spans` None: nobody wants any."""
         self._runner = runner
         self._tokenizer = tokenizer

@@ -61,7 +61,7 @@ class ToolFormat:
     native: bool
     """Whether the model's chat template knows tools itself."""
     several: bool = True
-    """Whether an answer may have several calls: some templates refuse to show them in the next turn."""
+    """Whether an answer may have several calls. Some chat templates refuse a message that has more than one."""
     names: tuple[str, ...] = ()
     """The functions that an answer may call, in the format of that answer."""
 
@@ -124,7 +124,7 @@ class ToolFormat:
         return f"{literal(self.opening(name).removeprefix(self.tag))} {arguments} {literal(self.end)}"
 
     def _call_in_json(self, name: str, wishes: ToolWishes) -> str:
-        """The same where a call is a JSON object without anything around it."""
+        """Return the rule of a call that is a JSON object without anything around it, as one rule of JSON."""
         name_key, arguments_key = json.loads(f"{self.opening('')}0{self.end}")
         arguments = moved(_arguments(name, wishes), f"/properties/{arguments_key}")
         properties = {name_key: {"const": name}, arguments_key: arguments}

@@ -496,7 +496,7 @@ def test_whatever_is_asked_somebody_computes_prompts_and_somebody_decodes(
 
 
 def check_covered(pools: Pools) -> None:
-    """What is wanted serves both roles. Where one is to do both, somebody READY computes prompts if somebody READY decodes."""
+    """The wanted workers serve both roles. If one is to do both and a READY worker decodes, a READY worker computes prompts."""
     infos, wanted = pools.workers(), pools.wanted()
     served = served_by(infos)
     assert wanted[Role.DECODE] >= 1

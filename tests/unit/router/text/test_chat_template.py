@@ -87,7 +87,7 @@ SAYS_TOOLS = "{% if tools %}<tool_call>{% endif %}"
     ],
 )
 def test_as_many_calls_as_it_can_show(facts: TokenizerFacts, template: str | None, several: bool) -> None:
-    """What is never shown is no reason to say less."""
+    """A template that shows no call at all says nothing of how many there may be."""
     assert shown_by(ChatTemplate(template, facts), tool_format(template)).several == several
 
 
