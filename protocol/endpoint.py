@@ -4,13 +4,15 @@ A question that nobody here can answer is answered with Failed, so that the aske
 
     peer: connects ──► speaks (any message, at least a Ping each heartbeat) ──► silent for a lease, or unreachable ──► lost
 
-`lost` is called once per peer, whichever way it went; what the peer owned is then the worker's to take back.
+`lost` is called once per peer, whichever way it went; what the peer owned is then the worker's to take back. Nobody is silent
+while this process did not listen.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,6 +26,34 @@ log = logging.getLogger(__name__)
 Handler = Callable[[bytes, Any], None]
 REPORT_GAP_S = 0.05
 """Reports of changes are at least this far apart."""
+
+_HELD_LEASES = 0.75
+"""A gap between two looks that long, in leases, is one in which nobody listened. Looks are at most half a lease apart."""
+
+
+class Listening:
+    """Tells how long a peer was silent while this process listened. Whoever judges calls `look` each time before.
+
+    A process that was held (suspended, throttled, short of a processor) heard nobody meanwhile, and what was sent to it lies
+    unread in its sockets. After such a gap all peers have a whole lease again.
+    """
+
+    def __init__(self, lease_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """Peers may be silent for `lease_s` seconds."""
+        self._held_s = _HELD_LEASES * lease_s
+        self._clock = clock
+        self._since = self._looked_at = clock()
+
+    def look(self) -> None:
+        """Note that this process runs. What has arrived before is heard before the next look."""
+        now = self._clock()
+        if now - self._looked_at > self._held_s:
+            self._since = now
+        self._looked_at = now
+
+    def silent_s(self, heard_at: float) -> float:
+        """Seconds of listening up to the latest look in which nothing came from a peer that was last heard at `heard_at`."""
+        return self._looked_at - max(heard_at, self._since)
 
 
 class Endpoint:
@@ -110,10 +140,12 @@ class Endpoint:
             await asyncio.sleep(REPORT_GAP_S)
 
     async def _watch_peers(self) -> None:
+        listening = Listening(self._lease_s)
         while True:
             await asyncio.sleep(self._heartbeat_s)
+            listening.look()
             for peer in list(self._known):
-                if self._server.silent_for(peer) >= self._lease_s:
+                if listening.silent_s(self._server.heard_at(peer)) >= self._lease_s:
                     log.warning("a peer was silent for %g s; taking back what it owned", self._lease_s)
                     self._forget(peer)
 

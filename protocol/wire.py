@@ -94,10 +94,10 @@ class WireServer:
         """Identities of the peers that have proved to know the secret."""
         return [identity for identity, peer in self._peers.items() if peer.proven]
 
-    def silent_for(self, identity: bytes) -> float:
-        """Seconds since this peer was last heard; infinity if it is unknown."""
+    def heard_at(self, identity: bytes) -> float:
+        """When this peer was last heard, by `time.monotonic`. Minus infinity if it is unknown."""
         peer = self._peers.get(identity)
-        return time.monotonic() - peer.last_heard if peer else float("inf")
+        return peer.last_heard if peer else float("-inf")
 
     def forget(self, identity: bytes) -> None:
         self._peers.pop(identity, None)

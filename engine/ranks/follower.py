@@ -24,6 +24,7 @@ from engine.ranks.store import RelayStore
 from engine.ranks.tensor_parallel import TensorParallel, connect
 from engine.runner import Runner
 from engine.scoring import PromptScores
+from protocol.endpoint import Listening
 from protocol.errors import TandemError, WorkerLostError
 from protocol.gang import GangJoin, GangJoined, RunStep, StepChunk, StepDone, StoreValue
 from protocol.messages import Failed, Ping
@@ -100,8 +101,10 @@ class Follower:
 
     async def _watch(self) -> None:
         """Until the first rank, once it has come, is silent for a lease."""
-        while self._first is None or self._server.silent_for(self._first) < self._lease_s:  # noqa: ASYNC110 - silence is no event
+        listening = Listening(self._lease_s)
+        while self._first is None or listening.silent_s(self._server.heard_at(self._first)) < self._lease_s:
             await asyncio.sleep(self._lease_s / 10)
+            listening.look()
         raise WorkerLostError(f"rank {self._rank} of {self._size}: the first rank is silent")
 
     def _arrived(self, peer: bytes, message: Any) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 from configs.schema import LimitsConfig
 from protocol.cache.news import CacheNews
+from protocol.endpoint import Listening
 from protocol.messages import Duty, LoadReport, Ping, Role, TokenFrame, WorkerLife, WorkerRef
 from protocol.wire import WireClient
 from router.dispatch.connection import Connection
@@ -131,13 +132,14 @@ class WorkerLink:
     async def _beat(self) -> None:
         """Renew our leases at the worker, and notice when it no longer serves us."""
         limits, connection = self._limits, self.connection
+        listening = Listening(limits.lease_s)
         while True:
             connection.tell(Ping())
             await asyncio.sleep(limits.heartbeat_s)
-            now = time.monotonic()
-            if now - self._heard_at > limits.lease_s:
+            listening.look()
+            if listening.silent_s(self._heard_at) > limits.lease_s:
                 connection.lose(f"it was silent for {limits.lease_s:g} s")
-            elif self._owes_progress() and now - connection.progress_at > _STALL_LEASES * limits.lease_s:
+            elif self._owes_progress() and listening.silent_s(connection.progress_at) > _STALL_LEASES * limits.lease_s:
                 connection.lose(f"it made no step for {_STALL_LEASES * limits.lease_s:g} s")
             elif self.retired and not (self.claims.in_flight or self.prompts.in_flight):
                 connection.lose("the worker left the cluster")

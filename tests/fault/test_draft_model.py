@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -197,21 +198,22 @@ def test_who_leaves_while_drafts_are_computed_gives_all_back(
             wanted: Wanted = [(each, SamplingParams(seed=1, max_tokens=60, temperature=0.0)) for each in EIGHT[:3]]
             expected = await unguessed(many, wanted)
             drafter: Any = many.decodes["decode-0"].core.rank.draft
-            computing, hold, had_blocks, draft, release = [False], [False], list[bool](), drafter.draft, ModelDrafts.release
+            draft, release = drafter.draft, ModelDrafts.release
+            wanted_late, computing, left, had_blocks = threading.Event(), threading.Event(), threading.Event(), list[bool]()
 
             def late(requests: Any) -> Any:
-                """Computes until somebody has left, if somebody is to leave."""
-                computing[0], deadline = True, time.monotonic() + 5
-                while hold[0] and time.monotonic() < deadline:
-                    time.sleep(0.001)
-                found = draft(requests)
-                computing[0] = False
-                return found
+                """Computes once somebody has left, if somebody is to leave."""
+                if wanted_late.is_set():
+                    computing.set()
+                    assert left.wait(60), "nobody left"
+                return draft(requests)
 
             def released(self: ModelDrafts) -> None:
-                if computing[0] and hold[0]:
+                if computing.is_set():
                     had_blocks.append(bool(self.blocks))
-                    hold[0] = False
+                    wanted_late.clear()
+                    computing.clear()
+                    left.set()
                 release(self)
 
             monkeypatch.setattr(ModelDrafts, "release", released)
@@ -221,10 +223,11 @@ def test_who_leaves_while_drafts_are_computed_gives_all_back(
             await many.until(lambda: many.draft_blocks() > 0)
             staying = [asyncio.create_task(many.ask(prompt, sampling)) for prompt, sampling in wanted]
             for each in leaving:
-                hold[0] = True
-                await many.until(lambda: computing[0])
+                left.clear()
+                wanted_late.set()
+                await many.until(computing.is_set)
                 each.cancel()
-                await many.until(lambda: not hold[0])
+                await many.until(left.is_set)
             await asyncio.wait(leaving)
             assert [each.token_ids for each in await asyncio.gather(*staying)] == [each.token_ids for each in expected]
             assert len(had_blocks) == len(leaving), "each left while drafts were computed"

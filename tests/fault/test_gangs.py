@@ -105,6 +105,23 @@ def test_a_lost_rank_ends_its_worker_at_once(small_model: ModelFacts, role: Role
     run(scenario())
 
 
+def test_who_was_held_takes_nobody_for_silent(small_model: ModelFacts, reference: Reference) -> None:
+    """A process that is suspended, or short of its processor, heard nobody meanwhile: here all of them at once."""
+
+    async def scenario() -> None:
+        async with run_gangs(small_model, 2, 2) as (workers, ranks):
+            router = await workers.router()
+            assert await router.generate(prompt_of(20), greedy(4)) == reference(prompt_of(20), 4)
+            for _ in range(3):
+                time.sleep(1.5 * LEASE_S)  # noqa: ASYNC251 - that is what it is about
+                await asyncio.sleep(LEASE_S / 5)
+            assert not any(task.done() for each in ranks.values() for task in each.running)
+            assert await router.generate(prompt_of(50), greedy(4), "again") == reference(prompt_of(50), 4)
+            await workers.until(workers.all_free)
+
+    run(scenario())
+
+
 def test_a_rank_ends_when_the_first_is_silent_or_a_step_goes_wrong(small_model: ModelFacts) -> None:
     async def scenario() -> None:
         async with run_gangs(small_model, 2, 2) as (workers, ranks):
