@@ -254,6 +254,16 @@ _CLUSTER = (
     Part(
         "cached_chats", "How much of chats is cached, of what could be?", 20, "cached_chats", SERVING, "benchmarks.cached_chats"
     ),
+    Part(
+        "unshared",
+        "What do caches cost a request that shares nothing?",
+        15,
+        "unshared",
+        SERVING,
+        "benchmarks.unshared",
+        per_processor=True,
+        keeps_state=True,
+    ),
     Part("prefix_cache", "What does a cached prefix save?", 2, "prefix_cache", WORKERS, "benchmarks.prefix_cache"),
     Part(
         "cache_index",

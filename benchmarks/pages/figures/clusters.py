@@ -145,6 +145,13 @@ def cache_index(result: Result, kind: str) -> Sequence[Figure]:
     ]
 
 
+def unshared(result: Result, kind: str) -> Sequence[Figure]:
+    """The upper ends of the intervals."""
+    names = {"s_per_1000": "tokens of 16 streams", "ttft_ms": "a first token"}
+    ends = {name: result["costs"][each]["high"] for each, name in names.items()}
+    return [Figure(f"with caches and a tier, {name}, upper end of 95 %", end, goal=at_most(1.05)) for name, end in ends.items()]
+
+
 def prefix_cache(result: Result, kind: str) -> Sequence[Figure]:
     """Of 1,024 tokens 960 are cached."""
     ratio = statistics.median(result["cached_s"]) / statistics.median(result["uncached_s"])
@@ -199,6 +206,7 @@ EXTRACT = {
     "cache_simulation": cache_simulation,
     "cache_sources": cache_sources,
     "cached_chats": cached_chats,
+    "unshared": unshared,
     "cache_index": cache_index,
     "prefix_cache": prefix_cache,
     "paced": paced,

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import speculation as script
+from benchmarks import unshared
 from benchmarks.cache_simulation import GAPS, NAMES, gap_closed
 from benchmarks.lib import servers
 from benchmarks.lib.environment import RESULTS
@@ -141,3 +142,12 @@ def test_a_simulation_of_caches_has_figures() -> None:
     runs = {mode: dict.fromkeys(GAPS, 10.0 - n) for n, mode in enumerate(NAMES)}
     result = made("cache_simulation", {"runs": runs, "gap_closed": gap_closed(runs)})
     assert len(result.figures) == len(GAPS)
+
+
+def test_what_caches_cost_is_judged_by_the_upper_end() -> None:
+    rounds = {name: [dict.fromkeys(unshared.FIGURES, n + 1.0)] * 3 for n, name in enumerate(unshared.SYSTEMS)}
+    assert unshared.ratios(rounds, "ttft_ms") == [2.0] * 3
+    costs = {figure: {"median": 1.0, "low": 0.9, "high": 1.1} for figure in unshared.FIGURES}
+    result = {"rounds": rounds, "costs": costs, "requests": 1, "singles": 1, "load_average_before": 0.0}
+    assert [figure.value for figure in made("unshared_avx512_bf16", result).figures] == [1.1, 1.1]
+    assert "| 1.000 | 0.900 to 1.100 |" in unshared.table(result)
