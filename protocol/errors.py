@@ -158,3 +158,8 @@ _BY_CODE = {cls.code: cls for cls in _tree(TandemError)}
 def error_from_code(code: str, message: str, param: str | None, retry_after_s: float | None) -> TandemError:
     """Rebuild an error that crossed the wire; an unknown code becomes the base class."""
     return _BY_CODE.get(code, TandemError)(message, param=param, retry_after_s=retry_after_s)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says, for messages of one line; its type's name if it says nothing."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__

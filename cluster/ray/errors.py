@@ -7,7 +7,7 @@ from typing import Any
 
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from protocol.errors import TandemError, UnavailableError, WorkerLostError
+from protocol.errors import TandemError, UnavailableError, WorkerLostError, first_line
 
 _EXIT_DETAIL = re.compile(r"Worker exit detail: (.+?)(?:\. |\n|$)")
 
@@ -21,7 +21,7 @@ async def answer(reference: Any) -> Any:
     except RayActorError as error:
         raise WorkerLostError(_end_of(error)) from None
     except RayError as error:
-        raise UnavailableError(_first_line(error)) from None
+        raise UnavailableError(first_line(error)) from None
 
 
 def original(error: RayTaskError) -> TandemError:
@@ -29,13 +29,9 @@ def original(error: RayTaskError) -> TandemError:
     cause = error.cause
     while isinstance(cause, BaseExceptionGroup):
         cause = cause.exceptions[0]
-    return cause if isinstance(cause, TandemError) else WorkerLostError(f"{type(cause).__name__}: {_first_line(cause)}")
+    return cause if isinstance(cause, TandemError) else WorkerLostError(f"{type(cause).__name__}: {first_line(cause)}")
 
 
 def _end_of(error: RayActorError) -> str:
     detail = _EXIT_DETAIL.search(str(error))
-    return f"its process ended: {detail.group(1)}" if detail else f"its process ended: {_first_line(error)}"
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return f"its process ended: {detail.group(1)}" if detail else f"its process ended: {first_line(error)}"

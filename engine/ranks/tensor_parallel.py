@@ -29,7 +29,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from protocol.errors import WorkerLostError
+from protocol.errors import WorkerLostError, first_line
 
 _CUT_ELEMENTS = 1 << 20
 """Values from which on a sum among more than two ranks is cut. A cut sum has two messages one after the other."""
@@ -135,7 +135,7 @@ class TensorParallel:
         except RuntimeError as error:
             # Ranks that do not talk to the lost one themselves would wait for this one until the deadline.
             self.close()
-            raise WorkerLostError(f"rank {self.rank} of {self.size} lost another one: {_first_line(error)}") from None
+            raise WorkerLostError(f"rank {self.rank} of {self.size} lost another one: {first_line(error)}") from None
 
 
 ALONE = TensorParallel(0, 1, None)
@@ -153,7 +153,7 @@ def connect(store: dist.Store, rank: int, size: int, device: torch.device, host:
     try:
         group = _nccl(store, rank, size, timeout) if device.type == "cuda" else _gloo(store, rank, size, host, timeout)
     except (RuntimeError, TimeoutError) as error:
-        raise WorkerLostError(f"rank {rank} of {size} could not connect: {_first_line(error)}") from None
+        raise WorkerLostError(f"rank {rank} of {size} could not connect: {first_line(error)}") from None
     return TensorParallel(rank, size, group)
 
 
@@ -176,7 +176,3 @@ def _nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     group._allgather_base(everybody, everybody[:1].clone()).wait()
     torch.cuda.synchronize()
     return group
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -26,6 +26,7 @@ from kv_transfer.plan import SlotRun
 from kv_transfer.pool_view import PoolView, Slots
 from kv_transfer.transport import ReceiveChannel, SendChannel, TransportError
 from kv_transfer.transports.same_host import Offer, SameHostReceiveChannel, SameHostSendChannel, meet_decode, meet_prefill
+from protocol.errors import first_line
 
 NAME = "cuda_ipc"
 
@@ -76,7 +77,7 @@ class _ForeignPool:
         try:
             bytes_ = open_storage(place.memory, pool.device)
         except (RuntimeError, TypeError, ValueError) as error:
-            raise TransportError(f"prefill's memory can't be reached from this GPU: {_first_line(error)}") from None
+            raise TransportError(f"prefill's memory can't be reached from this GPU: {first_line(error)}") from None
         shape = (len(pool.layers), 2, place.num_slots, place.stride_bytes)
         size = torch.Size(shape).numel()
         if len(bytes_) < size:
@@ -115,7 +116,3 @@ def open_storage(handle: bytes, device: torch.device) -> Tensor:
     """
     storage = _storage._new_shared_cuda(device.index, *msgpack.unpackb(handle))
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -21,6 +21,7 @@ from kv_transfer.pool_view import PoolView
 from kv_transfer.transport import ReceiveChannel, SendChannel, TransportError
 from kv_transfer.transports.sealed import KEY_BYTES, SealedPipe, new_key
 from kv_transfer.transports.staged import StagedReceiver, StagedSender
+from protocol.errors import first_line
 
 _SENDER, _RECEIVER = 0, 1
 
@@ -38,7 +39,7 @@ class _GlooPipe:
         try:
             self._group: Any = _gloo(store, rank, 2, options)
         except (RuntimeError, TimeoutError) as error:
-            raise TransportError(f"gloo could not connect: {_first_line(error)}") from None
+            raise TransportError(f"gloo could not connect: {first_line(error)}") from None
         self._peer = 1 - rank
 
     def send(self, payload: Tensor) -> None:
@@ -55,7 +56,7 @@ class _GlooPipe:
         try:
             begin().wait()
         except RuntimeError as error:
-            raise TransportError(_first_line(error)) from None
+            raise TransportError(first_line(error)) from None
 
 
 class GlooTransport:
@@ -107,7 +108,3 @@ class SealedGlooTransport(GlooTransport):
 def _key(rank: int) -> str:
     """Under which gloo looks for a rank's address."""
     return f"0/{rank}"
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
