@@ -144,8 +144,9 @@ class Attaches:
         self.brought += waiting.brought
         tokens = {"tokens": len(entry.token_ids), "held": entry.held_tokens, "here": waiting.here}
         log.info("attached", extra=fields(trace=entry.trace_id, ticket=entry.ticket_id, **tokens))
-        self._send(entry.owner, Attached(waiting.message.call_id, waiting.waited_s or 0.0))
+        # First: where the router turns out to be gone, its streams end within this call.
         self._scheduler.add(self._stream(entry, waiting))
+        self._send(entry.owner, Attached(waiting.message.call_id, waiting.waited_s or 0.0))
         self._on_change()
 
     def failed(self, entry: TicketEntry, error: TandemError) -> None:

@@ -128,6 +128,7 @@ class Migrations:
         finally:
             del self._sending[message.ticket_id]
             self._ledger.want(message.ticket_id, None)
+            self._on_change()  # what the stream no longer sees may be given up now
         self._loop.flush()  # all that it has said goes before the news that it has left
         self._send(sending.router, answer)
 

@@ -26,7 +26,7 @@ from kv_transfer.plan import Piece, cut, layer_groups, slot_runs
 from kv_transfer.pool_view import CpuPoolView, PoolView, Slots
 from kv_transfer.progress import StepProgress
 from kv_transfer.transport import ReceiveChannel, ReceiveTransport, SendChannel, SendTransport, TransportError
-from protocol.errors import TransportUnavailableError
+from protocol.errors import TransportUnavailableError, first_line
 from protocol.gang import HeadMove, TokenSpan
 
 Exchange = Callable[[bytes], Awaitable[bytes]]
@@ -184,19 +184,27 @@ _Channel = TypeVar("_Channel", SendChannel, ReceiveChannel)
 
 
 async def _connected(thread: ThreadPoolExecutor, pool: PoolView, connect: Callable[[], _Channel]) -> _Channel:
-    """What `connect` makes in the thread, which ends if it fails. One that comes up after we were cancelled is closed."""
+    """What `connect` makes in the thread, which ends if it fails. One that comes up after we were cancelled is closed.
+
+    Raises TransportError, also where the machine has no descriptor or thread left, and what else `connect` raises.
+    """
 
     @_device_breaks_the_lane()
     def connected() -> _Channel:
         pool.compile()
         return connect()
 
-    connecting = thread.submit(connected)
+    try:
+        connecting = thread.submit(connected)
+    except RuntimeError as error:  # no thread is left
+        raise TransportError(first_line(error)) from None
     try:
         return await asyncio.wrap_future(connecting)
-    except BaseException:
+    except BaseException as error:
         connecting.add_done_callback(_close_late)
         thread.shutdown(wait=False)
+        if isinstance(error, OSError):  # no descriptor is left, for instance; that may pass
+            raise TransportError(first_line(error)) from None
         raise
 
 

@@ -76,6 +76,14 @@ class StreamNotFoundError(TandemError):
     openai_type = "invalid_request_error"
 
 
+class StreamTakenError(TandemError):
+    """Another connection has the stream: a newer request of its id, or one that has resumed it. It is no use to come back."""
+
+    code = "stream_taken"
+    http_status = 409
+    openai_type = "invalid_request_error"
+
+
 class OverloadedError(TandemError):
     """No room now; `retry_after_s` says when to try again."""
 

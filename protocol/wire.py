@@ -192,7 +192,10 @@ class WireClient:
         """
         if not _ADDRESS.fullmatch(address):
             raise ProtocolError(f"{address[:100]!r} is not an address like tcp://10.0.0.1:5000", param="address")
-        client = cls(address, secret)
+        try:
+            client = cls(address, secret)
+        except (zmq.ZMQError, OSError) as error:
+            raise WorkerLostError(f"no connection to {address}: {error}") from None
         try:
             async with asyncio.timeout(deadline_s):
                 await client._authenticate(secret)

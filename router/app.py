@@ -45,7 +45,7 @@ from router.service import Router
 if TYPE_CHECKING:
     from router.access.usage.noting import UsageNotes
 
-_READABLE_HEADERS = ("x-request-id", "traceparent", "retry-after", DROPPED_HEADER)
+_READABLE_HEADERS = ("x-request-id", "traceparent", "retry-after", "x-should-retry", DROPPED_HEADER)
 """Headers of answers that pages of other origins may read, besides those that browsers always show."""
 
 

@@ -115,10 +115,10 @@ class RouterReplica:
         await self._router.close()
         await self._meter.close()
         await self._recorder.close()
-        if self._audit is not None:
-            await self._audit.close()
         if self._usage is not None:
             await self._usage.close()
+        if self._audit is not None:
+            await self._audit.close()
 
 
 def start_http(http: HttpConfig, *, has_front: bool) -> None:

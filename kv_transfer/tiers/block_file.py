@@ -151,10 +151,13 @@ class BlockFiles:
         return (status.st_ino, status.st_mtime_ns) == (inspected.inode, inspected.written_ns)
 
     def keys_with(self, first: int) -> set[bytes]:
-        """The keys, beginning with this byte, that files are named by. Files with other names are left alone."""
+        """The keys, beginning with this byte, that files are named by. Files with other names are left alone.
+
+        Raises OSError if that can't be told.
+        """
         try:
             names = os.listdir(f"{self._folder}/{first:02x}")
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):
             return set()
         return {key for name in names if _IS_KEY(name) and (key := bytes.fromhex(name))[0] == first}
 

@@ -39,12 +39,14 @@ class _Tier:
 
 
 class NodeTiers:
-    """The tiers that one worker reads and writes. One thread calls `put`, and one calls `get`; the rest is for any."""
+    """The tiers that one worker reads and writes. One thread calls `put`, and one for each tier calls `get`; the rest
+    is for any.
+    """
 
     def __init__(self, tiers: Mapping[str, _Tier], pool: Tensor) -> None:
         self._tiers = tiers
         self._going = pool_blocks(pool)
-        self._coming = pool_blocks(pool)
+        self._coming = {name: pool_blocks(pool) for name in tiers}
         self._reports: tuple[TierReport, ...] = ()
 
     @property
@@ -83,11 +85,11 @@ class NodeTiers:
 
         The last one goes first: tiers evict what was used longest ago, and of a prefix that is to be its end.
         """
-        tier, count = self._tiers[name], len(keys)
+        tier, coming, count = self._tiers[name], self._coming[name], len(keys)
         over_at = time.monotonic() + tier.block_s * count
         for place in reversed(range(len(keys))):
-            if tier.store.get(keys[place], self._coming.incoming(blocks[place])):
-                self._coming.filled(blocks[place])
+            if tier.store.get(keys[place], coming.incoming(blocks[place])):
+                coming.filled(blocks[place])
             else:
                 count = place
         if tier.block_s and (wait_s := over_at - time.monotonic()) > 0:

@@ -93,20 +93,22 @@ class Pairs:
             if not keys:
                 return num_erased
 
-    def bring_in_line(self, index: StoreIndex, stopped: Callable[[], bool]) -> None:
-        """Give each file that fits a row, remove the others and the rows without a file, and evict what is too much.
+    def bring_in_line(self, index: StoreIndex, stopped: Callable[[], bool]) -> bool:
+        """Give each file that fits a row, remove the others and the rows without a file, and evict what is too much. Returns
+        False if it was stopped, or a file can't be removed.
 
         One process at a time does it, while others store and evict. Raises sqlite3.Error, among them DamagedIndexError if the
         index is not sound, and OSError, among them TimeoutError if others are at it for too long.
         """
         with locked(self._folder / "lock-scan", _LOCK_S, stopped):
             index.check()
+            is_settled = True
             for first in range(256):
                 if stopped():
-                    return
+                    return False
                 # Files first: a block that is stored in between has a row, and is looked at again before the row is deleted.
                 named = self._files.keys_with(first)
-                self._settle(index, named ^ index.keys_with(first))
+                is_settled &= self._settle(index, named ^ index.keys_with(first))
             if not index.is_counted_right():
                 with index.transaction() as rows:
                     rows.recount()
@@ -115,25 +117,30 @@ class Pairs:
             with index.transaction() as rows:
                 num_evicted = self._evict(rows)
             self._on_evicted(num_evicted)
+        return is_settled and not stopped()
 
-    def _settle(self, index: StoreIndex, keys: set[bytes]) -> None:
-        """Look at blocks that seemed to have only a file or only a row."""
-        differ = iter(keys)
+    def _settle(self, index: StoreIndex, keys: set[bytes]) -> bool:
+        """Look at blocks that seemed to have only a file or only a row. Returns False if a file can't be removed."""
+        is_settled, differ = True, iter(keys)
         while some := list(islice(differ, _AT_ONCE)):
             looked_at = [(key, self._files.look(key)) for key in some]
             with index.transaction() as rows:
                 for key, inspected in looked_at:
-                    self._settle_one(rows, key, inspected)
+                    is_settled &= self._settle_one(rows, key, inspected)
+        return is_settled
 
-    def _settle_one(self, rows: Rows, key: bytes, inspected: Inspected) -> None:
+    def _settle_one(self, rows: Rows, key: bytes, inspected: Inspected) -> bool:
         if rows.has(key):
             if not self._files.exists(key):
                 rows.delete(key)
         elif self._files.is_still(key, inspected):
             if inspected.found is Found.WHOLE:
                 rows.insert(key, inspected.tenant, self._files.file_bytes, inspected.written_ns)
-            elif inspected.found is not Found.MISSING and self._files.remove(key):
+            elif inspected.found is not Found.MISSING:
+                if not self._files.remove(key):
+                    return False
                 self._on_removed(inspected.found)
+        return True
 
     def _evict(self, rows: Rows) -> int:
         """Remove the blocks used least recently while there are too many, some at once. Returns their number."""

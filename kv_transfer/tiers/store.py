@@ -236,11 +236,10 @@ class BlockStore:
         """Return whether each file has its row now, and each row its file."""
         try:
             self._files.remove_leftovers()
-            self._pairs.bring_in_line(index, lambda: self._closed)
+            return self._pairs.bring_in_line(index, lambda: self._closed)
         except OSError as error:
             log.log(logging.DEBUG if self._closed else logging.WARNING, "%s: not looked through: %s", self._folder, error)
             return False
-        return not self._closed
 
     def _count_removed(self, found: Found) -> None:
         with self._lock:

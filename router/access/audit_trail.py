@@ -9,6 +9,7 @@ What operators do is never left out but when the queue is full. Nothing here wai
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
@@ -27,6 +28,8 @@ REFUSALS_PER_S = 0.2
 MAX_QUEUED = 1000
 _PAUSE_S = 1.0
 """Seconds between two writes, and before a write that failed is tried again."""
+_CLOSE_S = 5.0
+"""Seconds that the owner of the log has for what waits at the end."""
 _REFUSED = (401, 403)
 _ACTION = "audited_action"
 _CALLER = "caller"
@@ -50,6 +53,7 @@ class AuditQueue:
         self._allowance = float(REFUSALS_AT_ONCE)
         self._allowed_at = time.monotonic()
         self._news = asyncio.Event()
+        self._closing = asyncio.Event()
         self._writing: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -57,12 +61,16 @@ class AuditQueue:
         self._writing = asyncio.get_running_loop().create_task(self._write())
 
     async def close(self) -> None:
-        """Write what waits, once, and end. Idempotent."""
-        if self._writing is not None:
-            self._writing.cancel()
-            await asyncio.gather(self._writing, return_exceptions=True)
-            self._writing = None
-            await self._write_once()
+        """Write what waits, once, if that takes no more than some seconds, and end. Idempotent."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            self._closing.set()
+            self._news.set()
+            done, _ = await asyncio.wait([writing], timeout=_CLOSE_S)
+            if not done:
+                log.error("%d lines of the audit log are lost: its owner did not answer", len(self._lines))
+                writing.cancel()
+            await asyncio.gather(writing, return_exceptions=True)
 
     def refused(self, line: Line) -> None:
         """Queue the line of a request that was refused, or count it as left out if there were too many lately."""
@@ -85,13 +93,16 @@ class AuditQueue:
         self._news.set()
 
     async def _write(self) -> None:
-        while True:
+        while not self._closing.is_set():
             await self._news.wait()
             self._news.clear()
             if not await self._write_once():
                 self._news.set()
             # What comes meanwhile goes together: a flood is one write a second, and one line that counts it.
-            await asyncio.sleep(_PAUSE_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_PAUSE_S):
+                    await self._closing.wait()
+        await self._write_once()
 
     async def _write_once(self) -> bool:
         """Whether all that waited is written."""

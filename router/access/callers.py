@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -84,24 +85,42 @@ class Caller:
             raise InvalidRequestError(problem, param="priority")
         return SchedulingClass(self.tenant, self.tier.weight, self.tier.priority + priority)
 
-    def fit(self, generation: Generation, wanted: int | None, prompt_param: str) -> Generation:
+    def most_answer_tokens(self, generations: Sequence[Generation]) -> int | None:
+        """Return how long each answer may be for all of them to be within a minute's tokens; None without such a limit."""
+        limits = [each.tokens_per_minute for each in self.limits if each.tokens_per_minute is not None]
+        if not limits:
+            return None
+        prompt_tokens = sum(len(generation.prompt_token_ids) for generation in generations)
+        return (min(limits) - prompt_tokens) // sum(generation.num_choices for generation in generations)
+
+    def fit(self, generation: Generation, wanted: int | None, prompt_param: str, most: int | None = None) -> Generation:
         """Return the generation within the caller's context: an answer without a length of its own gets shorter if it has to.
 
-        `wanted` is the number of answer tokens that the client asked for, None if it did not say. Raises ContextLengthError,
-        which names `prompt_param` or max_tokens, if the generation does not fit.
+        `wanted` is the number of answer tokens that the client asked for, None if it did not say. One that it did not say gets
+        shorter, too, if it is over `most`. Raises ContextLengthError, which names `prompt_param` or max_tokens, if the
+        generation does not fit.
         """
+        least = max(1, generation.sampling.min_tokens)
+        if wanted is None and most is not None and least <= most < generation.sampling.max_tokens:
+            generation = _shortened(generation, most)
         limit = self.max_context
         num_prompt_tokens = len(generation.prompt_token_ids)
         if limit is None or num_prompt_tokens + generation.sampling.max_tokens <= limit:
             return generation
         room = limit - num_prompt_tokens
-        if wanted is not None or room < max(1, generation.sampling.min_tokens):
+        if wanted is not None or room < least:
+            own = self.key is not None and self.key.max_context == limit
+            whose = "this API key" if own else f"a request of tier {self.tier_name}"
             raise ContextLengthError(
-                f"this API key's context is {limit} tokens, but `{prompt_param}` has {num_prompt_tokens}"
+                f"the context of {whose} is {limit} tokens, but `{prompt_param}` has {num_prompt_tokens}"
                 + ("" if wanted is None else f" and max_tokens is {wanted}"),
                 param=prompt_param if room < 1 else "max_tokens",
             )
-        return dataclasses.replace(generation, sampling=dataclasses.replace(generation.sampling, max_tokens=room))
+        return _shortened(generation, room)
+
+
+def _shortened(generation: Generation, max_tokens: int) -> Generation:
+    return dataclasses.replace(generation, sampling=dataclasses.replace(generation.sampling, max_tokens=max_tokens))
 
 
 def _limits(name: str, whose: str, of: TierConfig | ApiKey) -> Limits:

@@ -41,13 +41,13 @@ class InFlight:
         """Return how many bytes of bodies a tenant has read and not yet worked on."""
         return self._body_bytes[tenant]
 
-    def check_running(self, caller: Caller, number: int, more: int) -> None:
+    def check_running(self, caller: Caller, number: int, more: int, param: str) -> None:
         """Check `more` running answers of a request that would then have `number`. Raises as `Visit.grow`."""
         for limits in caller.limits:
             most = limits.max_running_requests
             if most is not None and number > most:
                 raise InvalidRequestError(
-                    f"this request has {number} answers at a time, but {limits.whose} may have {most} running", param="n"
+                    f"this request has {number} answers at a time, but {limits.whose} may have {most} running", param=param
                 )
             if most is not None and self._running[limits.name] + more > most:
                 raise RateLimitError(f"{limits.whose} may have {most} requests running; wait until one of them has ended")
@@ -72,19 +72,21 @@ class Visit:
     def __init__(self, in_flight: InFlight, caller: Caller) -> None:
         self.prepaid_tokens = 0
         """Tokens that were charged for the request before its prompt was known."""
+        self.text_is_done = False
+        """The body has been worked on and is needed no more. What still comes of it is read by nobody."""
         self._in_flight = in_flight
         self._caller = caller
         self._num_running = 0
         self._num_bytes = 0
 
-    def grow(self, num_running: int) -> None:
-        """Count as so many running answers from now on, if that is more than before.
+    def grow(self, num_running: int, param: str = "n") -> None:
+        """Count as so many running answers from now on, if that is more than before. `param` is why there are so many.
 
         Raises InvalidRequestError if the caller may never have so many, and RateLimitError if it may not now.
         """
         more = num_running - self._num_running
         if more > 0:
-            self._in_flight.check_running(self._caller, num_running, more)
+            self._in_flight.check_running(self._caller, num_running, more, param)
             self._in_flight.count(self._caller, running=more)
             self._num_running = num_running
 
@@ -95,7 +97,8 @@ class Visit:
         self._num_bytes += num_bytes
 
     def text_done(self) -> None:
-        """Note that the body has been worked on and is needed no more."""
+        """Note that the body has been worked on and is needed no more. Does nothing the second time."""
+        self.text_is_done = True
         self._in_flight.count(self._caller, body_bytes=-self._num_bytes)
         self._num_bytes = 0
 

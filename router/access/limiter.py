@@ -75,7 +75,7 @@ class Limiter:
         async def counted() -> Message:
             nonlocal num_bytes
             message = await receive()
-            if message["type"] == "http.request":
+            if message["type"] == "http.request" and not visit.text_is_done:
                 visit.received(len(message.get("body", b"")))
                 num_bytes += len(message.get("body", b""))
                 more = tokens_for(num_bytes) - visit.prepaid_tokens

@@ -15,13 +15,15 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from protocol.errors import InvalidRequestError, OverloadedError, RateLimitError, UnavailableError
+from protocol.errors import InvalidRequestError, RateLimitError, TandemError
 from router.access.callers import Caller, Limits
 from router.access.rates import Buckets, Charge, RateStore
 from router.request.answer import Delta
-from router.request.usage import Usage
+from router.request.usage import Usage, blames_cluster
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +31,21 @@ PATIENCE_S = 1.0
 """Seconds that the keeper of the buckets has to answer."""
 _PAUSE_S = 5.0
 """Seconds for which the keeper is not asked after it failed to answer."""
+
+
+@dataclass(frozen=True)
+class Charged:
+    """What was charged for prompt and answer of one request."""
+
+    caller: Caller
+    prepaid_tokens: int
+    """Charged before, when the body came. They are not given back."""
+    tokens: int
+    """Charged besides."""
+
+
+Charging = Callable[[], Awaitable[Charged]]
+"""Charges for an answer when it is to begin."""
 
 
 class Meter:
@@ -39,11 +56,12 @@ class Meter:
         self._store = store
         self._own = Buckets()
         self._ask_again_at = 0.0
-        self._returns: set[asyncio.Task[float]] = set()
+        self._returns: set[asyncio.Task[object]] = set()
 
     async def close(self) -> None:
         """Wait until all that was not used has been given back, then close the store."""
-        await asyncio.gather(*self._returns)
+        while self._returns:
+            await asyncio.gather(*self._returns)
         if self._store is not None:
             await self._store.close()
 
@@ -60,46 +78,62 @@ class Meter:
         _check_possible(caller, num_tokens, "the body counts as", None)
         await self._charge(_charges(caller, 0, num_tokens))
 
-    async def metered(
-        self, caller: Caller, most_tokens: int, prepaid_tokens: int, usage: Usage, answer: AsyncGenerator[Delta, None]
-    ) -> AsyncGenerator[Delta, None]:
-        """Yield the pieces of `answer`, charged to the caller.
+    async def charge_answer(self, caller: Caller, most_tokens: int, prepaid_tokens: int) -> Charged:
+        """Charge what prompt and answer can need: `most_tokens`, of which `prepaid_tokens` have been charged before.
 
-        `most_tokens` is what prompt and answer can need, of which `prepaid_tokens` have been charged before. `usage` tells at
-        the end what was computed; the rest is given back. A failure of the cluster before the first piece costs nothing more.
-
-        Raises RateLimitError if the caller has used up its minute, and InvalidRequestError for more tokens than it has in one.
+        The result is for `metered`, or for `settle`. Nothing is charged if it is cancelled. Raises as `admit`.
         """
-        owed = max(0, most_tokens - prepaid_tokens)
-        charged = begun = failed = False
+        _check_possible(caller, most_tokens, "prompt and max_tokens need", "max_tokens")
+        charged = Charged(caller, prepaid_tokens, max(0, most_tokens - prepaid_tokens))
+        charging = asyncio.ensure_future(self._charge(_charges(caller, 0, charged.tokens)))
+        try:
+            await asyncio.shield(charging)
+        except asyncio.CancelledError:
+            self._later(self._undone(charging, charged))
+            raise
+        return charged
+
+    def settle(self, charged: Charged, used_tokens: int) -> None:
+        """Give back what was not used, in a task of its own, so that the end of an answer does not wait for it."""
+        unused = charged.tokens - max(0, used_tokens - charged.prepaid_tokens)
+        if charges := _charges(charged.caller, 0, -unused):
+            self._later(self._take(charges))
+
+    async def metered(self, charge: Charging, usage: Usage, answer: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
+        """Yield the pieces of `answer`, once it was charged. Raises what `charge` raises.
+
+        `usage` tells at the end what was computed; the rest is given back. A failure of the cluster before the first piece
+        costs nothing more than what was prepaid.
+        """
+        charged, begun, failed = None, False, False
         try:
             async with contextlib.aclosing(answer):
-                _check_possible(caller, most_tokens, "prompt and max_tokens need", "max_tokens")
-                await self._charge(_charges(caller, 0, owed))
-                charged = True
+                charged = await charge()
                 async for delta in answer:
                     begun = True
                     yield delta
-        except (OverloadedError, UnavailableError):
-            failed = not begun
+        except Exception as error:
+            failed = not begun and blames_cluster(error)
             raise
         finally:
-            if charged:
-                used = 0 if failed else usage.num_tokens
-                self._give_back(caller, owed - max(0, used - prepaid_tokens))
+            if charged is not None:
+                self.settle(charged, 0 if failed else usage.num_tokens)
 
     async def _charge(self, charges: Sequence[Charge]) -> None:
         wait_s = await self._take(charges) if charges else 0.0
         if wait_s > 0:
             raise RateLimitError("the requests or tokens of this minute are used up", retry_after_s=wait_s)
 
-    def _give_back(self, caller: Caller, num_tokens: int) -> None:
-        """Give tokens back in a task of its own, so that the end of an answer does not wait for it."""
-        charges = _charges(caller, 0, -num_tokens)
-        if charges:
-            task = asyncio.get_running_loop().create_task(self._take(charges))
-            self._returns.add(task)
-            task.add_done_callback(self._returns.discard)
+    async def _undone(self, charging: asyncio.Future[None], charged: Charged) -> None:
+        """Give all back of a charge that nobody waits for any more, if it comes about."""
+        with contextlib.suppress(TandemError):
+            await charging
+            self.settle(charged, 0)
+
+    def _later(self, work: Coroutine[Any, Any, object]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._returns.add(task)
+        task.add_done_callback(self._returns.discard)
 
     async def _take(self, charges: Sequence[Charge]) -> float:
         now = time.monotonic()

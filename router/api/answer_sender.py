@@ -63,6 +63,8 @@ class AnswerSender(Response):
         elif given_up:
             request_id = scope["state"]["request_id"]
             log.info("a client did not read its answer for %g s", self._client_s, extra=fields(request=request_id))
+        else:
+            leaving.result()  # an error in reading is not a client that leaves
 
     async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with contextlib.aclosing(self._deltas):

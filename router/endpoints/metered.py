@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import AsyncGenerator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
 from router.access.gate import caller_of
 from router.access.limiter import visit_of
-from router.access.meter import Meter
+from router.access.meter import Charged, Charging, Meter
 from router.api.chat.body import ChatBody
 from router.api.completions.body import CompletionBody
 from router.request.answer import Delta
@@ -40,38 +41,77 @@ class MeteredRouter:
         caller may not ask for or no worker could ever hold.
         """
         caller = caller_of(request.scope)
+        most = caller.most_answer_tokens(generations)
         fitted = []
         for generation in generations:
-            own = caller.fit(generation, body.answer_tokens, prompt_param)
+            own = caller.fit(generation, body.answer_tokens, prompt_param, most)
             scheduling_class = caller.scheduling_class(body.priority)
             self._router.check_room(own, prompt_param)
             salt = caller.salted(own.cache_salt)
             fitted.append(dataclasses.replace(own, cache_salt=salt, scheduling_class=scheduling_class))
         return tuple(fitted)
 
-    def generate(
-        self, request: Request, generations: Sequence[Generation], emitted: Sequence[EmittedChoice] = ()
-    ) -> AsyncGenerator[Delta, None]:
+    def generate(self, request: Request, generations: Sequence[Generation]) -> AsyncGenerator[Delta, None]:
         """Return the pieces of the answer as they come, charged to the caller. All work on the request's text is done.
-
-        `emitted` is what each choice of a resumed stream has said before. It is not said again; it is computed again, like the
-        prompt, and charged again.
 
         Raises RateLimitError if the caller has too many answers running for all of these to begin, and InvalidRequestError if
         it may never have so many.
         """
-        before = emitted or [EmittedChoice()] * sum(generation.num_choices for generation in generations)
-        visit, identity = visit_of(request.scope), _identity(request)
+        before = [EmittedChoice()] * sum(generation.num_choices for generation in generations)
+        return self._metered(request, generations, before, self._begun(request, generations, before), ())
+
+    async def charge_rest(
+        self, request: Request, generations: Sequence[Generation], emitted: Sequence[EmittedChoice]
+    ) -> Charged:
+        """Charge the rest of a resumed stream, of whose choices so much was said before, for `generate_rest`. That is computed
+        again, like the prompt, and charged again.
+
+        Raises as `generate`, and RateLimitError if the caller has used up its minute.
+        """
+        return await self._begun(request, generations, emitted)()
+
+    def generate_rest(
+        self, request: Request, generations: Sequence[Generation], emitted: Sequence[EmittedChoice], charged: Charged
+    ) -> AsyncGenerator[Delta, None]:
+        """Return what a resumed stream has not said before, as it comes. What was `emitted` is not said again."""
+
+        async def charge() -> Charged:
+            return charged
+
+        return self._metered(request, generations, emitted, charge, emitted)
+
+    def give_back(self, charged: Charged) -> None:
+        """Give back what was charged for a stream that could not be resumed."""
+        self._meter.settle(charged, 0)
+
+    def _begun(self, request: Request, generations: Sequence[Generation], before: Sequence[EmittedChoice]) -> Charging:
+        """Count the running answers, and return what charges for them."""
+        visit = visit_of(request.scope)
         visit.text_done()
-        num_running = sum(not choice.ended for choice in before)
-        visit.grow(min(MAX_AT_ONCE, num_running))
-        answer = self._router.generate(generations, identity, emitted)
+        param = "n" if any(generation.num_choices > 1 for generation in generations) else "prompt"
+        visit.grow(min(MAX_AT_ONCE, _num_running(before)), param)
         most_tokens = _most_tokens(generations, before)
-        caller = caller_of(request.scope)
-        metered = self._meter.metered(caller, most_tokens, visit.prepaid_tokens, identity.usage, answer)
+        return partial(self._meter.charge_answer, caller_of(request.scope), most_tokens, visit.prepaid_tokens)
+
+    def _metered(
+        self,
+        request: Request,
+        generations: Sequence[Generation],
+        before: Sequence[EmittedChoice],
+        charge: Charging,
+        emitted: Sequence[EmittedChoice],
+    ) -> AsyncGenerator[Delta, None]:
+        identity = _identity(request)
+        answer = self._router.generate(generations, identity, emitted)
+        metered = self._meter.metered(charge, identity.usage, answer)
         if self._usage is None:
             return metered
-        return self._usage.noted(caller, identity, request.scope["path"], num_running, metered)
+        caller, path = caller_of(request.scope), request.scope["path"]
+        return self._usage.noted(caller, identity, path, _num_running(before), metered)
+
+
+def _num_running(before: Sequence[EmittedChoice]) -> int:
+    return sum(not choice.ended for choice in before)
 
 
 def _most_tokens(generations: Sequence[Generation], before: Sequence[EmittedChoice]) -> int:

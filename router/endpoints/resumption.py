@@ -53,13 +53,23 @@ class ResumptionEndpoint:
     async def resume(self, request: Request, seen: EventId, shape: Callable[[AnswerInfo], AnswerShape]) -> Response:
         """Send the rest of a stream: what is on record after the event `seen`, then what was not generated yet.
 
-        Raises StreamNotFoundError if there is no such record, and UnavailableError if the keeper of the records is away.
+        Raises StreamNotFoundError if there is no such record, UnavailableError if the keeper of the records is away, and as
+        `MeteredRouter.generate`. The stream stays with its older connection then.
         """
         check_model(self._router, request, None)
-        record = await self._recorder.take_over(stream_key(request, caller_of(request.scope).tenant), seen.piece)
+        key = stream_key(request, caller_of(request.scope).tenant)
+        begun, so_far = await self._recorder.read(key, seen.piece)
+        recorded = AnswerRequest.load(begun)
+        generations, num_choices = recorded.generations, recorded.info.num_choices
+        charged = await self._metered.charge_rest(request, generations, emitted_choices(so_far, num_choices))
+        try:
+            record = await self._recorder.take_over(key, seen.piece)
+        except BaseException:
+            self._metered.give_back(charged)
+            raise
         recorded = AnswerRequest.load(record.request)
         emitted = emitted_choices(record.deltas, recorded.info.num_choices)
-        rest = self._metered.generate(request, recorded.generations, emitted)
+        rest = self._metered.generate_rest(request, recorded.generations, emitted, charged)
         events = ResumableEvents(CompletionEvents(shape(recorded.info), recorded.info), seen)
         pieces = self._recorder.resumed(record, rest)
         return EventSender(

@@ -11,13 +11,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from dataclasses import dataclass, replace
 
 from pydantic import TypeAdapter
 
-from protocol.errors import InvalidRequestError, StreamNotFoundError, UnavailableError
+from protocol.errors import StreamNotFoundError, StreamTakenError, UnavailableError
 from router.request.answer import Delta
 from router.resume.stream_records import Entry, RecordStore, StreamKey, WriteOutcome
 
@@ -34,6 +35,8 @@ class RecordWriter:
 
     key: StreamKey
     owner: str
+    began: float
+    """Of the request that it writes for, in seconds since 1970: of two requests the newer one has the stream."""
     unwritten: list[bytes]
     num_written: int = 0
     lost: bool = False
@@ -44,7 +47,7 @@ def new_writer(key: StreamKey, request: bytes) -> RecordWriter:
 
     The record begins when the first piece is written, so a request that failed before leaves no record.
     """
-    return RecordWriter(key, uuid.uuid4().hex, [request])
+    return RecordWriter(key, uuid.uuid4().hex, time.time(), [request])
 
 
 @dataclass(frozen=True)
@@ -75,24 +78,21 @@ class Recorder:
 
         Raises StreamNotFoundError if there is no such record, and UnavailableError if the keeper of the records is away.
         """
-        owner = uuid.uuid4().hex
-        try:
-            async with asyncio.timeout(_PATIENCE_S):
-                chunks = await self._store.take_over(key, owner, num_seen)
-        except Exception as error:  # noqa: BLE001 (whatever ails it, the client may try again)
-            log.warning("the keeper of streams is away (%s)", type(error).__name__)
-            raise UnavailableError("the keeper of resumable streams is away") from None
-        if chunks is None:
-            raise StreamNotFoundError(
-                "there is no such stream to resume, or no longer: `x-request-id` must be that of a stream which this caller "
-                "began here with `x-tandem-resumable: true`, and which said something not long ago",
-                param="x-request-id",
-            )
-        deltas = await asyncio.to_thread(lambda: [_DELTA.validate_json(chunk) for chunk in chunks[1:]])
-        return TakenRecord(request=chunks[0], deltas=deltas, writer=RecordWriter(key, owner, [], len(chunks)))
+        owner, began = uuid.uuid4().hex, time.time()
+        chunks = await self._known(self._store.take_over(key, owner, began, num_seen))
+        writer = RecordWriter(key, owner, began, [], len(chunks))
+        return TakenRecord(chunks[0], await asyncio.to_thread(_deltas, chunks), writer)
+
+    async def read(self, key: StreamKey, num_seen: int) -> tuple[bytes, Sequence[Delta]]:
+        """Return the request and the pieces so far of what `take_over` would take over, and leave it to its writer.
+
+        Raises as `take_over`.
+        """
+        chunks = await self._known(self._store.read(key, num_seen))
+        return chunks[0], await asyncio.to_thread(_deltas, chunks)
 
     async def recorded(self, writer: RecordWriter, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
-        """Yield each piece when it is on record. Raises InvalidRequestError when another connection has taken it over."""
+        """Yield each piece when it is on record. Raises StreamTakenError when another connection has taken it over."""
         async with contextlib.aclosing(deltas):
             async for delta in deltas:
                 if not writer.lost:
@@ -104,7 +104,7 @@ class Recorder:
     async def resumed(self, record: TakenRecord, rest: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
         """Yield the recorded pieces, then each piece of `rest` when it is on record.
 
-        Raises InvalidRequestError when another connection has taken over the record.
+        Raises StreamTakenError when another connection has taken over the record.
         """
         async with contextlib.aclosing(self.recorded(record.writer, rest)) as more:
             for delta in record.deltas:
@@ -113,8 +113,26 @@ class Recorder:
             async for delta in more:
                 yield delta
 
+    async def _known(self, asked: Awaitable[list[bytes] | None]) -> list[bytes]:
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                chunks = await asked
+        except Exception as error:  # noqa: BLE001 (whatever ails it, the client may try again)
+            log.warning("the keeper of streams is away (%s)", type(error).__name__)
+            raise UnavailableError("the keeper of resumable streams is away") from None
+        if chunks is None:
+            raise StreamNotFoundError(
+                "there is no such stream to resume, or no longer: `x-request-id` must be that of a stream which this caller "
+                "began here with `x-tandem-resumable: true`, and which said something not long ago",
+                param="x-request-id",
+            )
+        return chunks
+
     async def _write(self, writer: RecordWriter) -> None:
-        entries = [Entry(writer.key, writer.owner, writer.num_written + at, chunk) for at, chunk in enumerate(writer.unwritten)]
+        first = writer.num_written
+        entries = [
+            Entry(writer.key, writer.owner, writer.began, first + at, chunk) for at, chunk in enumerate(writer.unwritten)
+        ]
         writer.num_written += len(entries)
         writer.unwritten = []
         written: asyncio.Future[WriteOutcome] = asyncio.get_running_loop().create_future()
@@ -124,17 +142,25 @@ class Recorder:
         outcome = await written
         writer.lost = outcome is WriteOutcome.LOST
         if outcome is WriteOutcome.TAKEN:
-            raise InvalidRequestError("another connection has taken over this stream", param="x-request-id")
+            raise StreamTakenError("another connection has taken over this stream", param="x-request-id")
 
     async def _write_all(self) -> None:
-        while self._waiting:
-            batch, self._waiting = self._waiting, []
-            outcomes = iter(await self._kept([entry for entries, _ in batch for entry in entries]))
-            for entries, written in batch:
-                *_, outcome = (next(outcomes) for _ in entries)
+        batch: list[tuple[list[Entry], asyncio.Future[WriteOutcome]]] = []
+        try:
+            while self._waiting:
+                batch, self._waiting = self._waiting, []
+                outcomes = iter(await self._kept([entry for entries, _ in batch for entry in entries]))
+                for entries, written in batch:
+                    *_, outcome = (next(outcomes) for _ in entries)
+                    if not written.done():
+                        written.set_result(outcome)
+        finally:
+            # Whatever ends it, no stream waits for ever, and the next piece begins it anew.
+            self._writing, left = None, [*batch, *self._waiting]
+            self._waiting = []
+            for _, written in left:
                 if not written.done():
-                    written.set_result(outcome)
-        self._writing = None
+                    written.set_result(WriteOutcome.LOST)
 
     async def _kept(self, entries: Sequence[Entry]) -> list[WriteOutcome]:
         try:
@@ -143,3 +169,8 @@ class Recorder:
         except Exception as error:  # noqa: BLE001 (whatever ails it, serving goes on without it)
             log.warning("streams can't be resumed: their keeper is away (%s)", type(error).__name__)
             return [WriteOutcome.LOST] * len(entries)
+
+
+def _deltas(chunks: Sequence[bytes]) -> list[Delta]:
+    """The pieces of a record's chunks, the first of which is the request."""
+    return [_DELTA.validate_json(chunk) for chunk in chunks[1:]]

@@ -40,8 +40,10 @@ class Entry:
 
     key: StreamKey
     owner: str
+    began: float
+    """When the owner's request began, in seconds since 1970 by its router, all of which share the head node's clock."""
     number: int
-    """The chunk's place in the record. Chunk 0 begins the record, also in place of an earlier record of this key."""
+    """The chunk's place in the record. Chunk 0 begins the record, also in place of that of a request which began earlier."""
     chunk: bytes
 
 
@@ -62,17 +64,22 @@ class RecordStore(Protocol):
         """Add the entries in this order, and return what became of each."""
         ...
 
-    async def take_over(self, key: StreamKey, owner: str, num_seen: int) -> list[bytes] | None:
-        """Make `owner` the owner of a record and return all its chunks.
+    async def take_over(self, key: StreamKey, owner: str, began: float, num_seen: int) -> list[bytes] | None:
+        """Make `owner`, whose request began at `began`, the owner of a record and return all its chunks.
 
         Returns None if there is no such record, or if it holds fewer pieces than the client has seen.
         """
+        ...
+
+    async def read(self, key: StreamKey, num_seen: int) -> list[bytes] | None:
+        """Return what `take_over` would, and leave the record to its owner."""
         ...
 
 
 @dataclass
 class _Record:
     owner: str
+    began: float
     touched: float
     chunks: list[bytes] = field(default_factory=list)
     num_bytes: int = 0
@@ -115,27 +122,32 @@ class StreamRecords:
         self._forget_old(now)
         return [self._write(entry, now) for entry in entries]
 
-    def take_over(self, key: StreamKey, owner: str, num_seen: int, now: float) -> list[bytes] | None:
-        """Make `owner` the owner of a record and return all its chunks.
+    def take_over(self, key: StreamKey, owner: str, began: float, num_seen: int, now: float) -> list[bytes] | None:
+        """Make `owner`, whose request began at `began`, the owner of a record and return all its chunks.
 
         Returns None if there is no such record, or if it holds fewer pieces than the client has seen (`num_seen`): then its
         keeper was away when the others were written.
         """
+        chunks = self.read(key, num_seen, now)
+        if chunks is not None:
+            record = self._shelves[key.tenant].records[key]
+            record.owner, record.began = owner, began
+            self._touch(key, record, now)
+        return chunks
+
+    def read(self, key: StreamKey, num_seen: int, now: float) -> list[bytes] | None:
+        """Return what `take_over` would, and leave the record to its owner."""
         self._forget_old(now)
         record = self._find(key)
-        if record is None or num_seen >= len(record.chunks):
-            return None
-        record.owner = owner
-        self._touch(key, record, now)
-        return list(record.chunks)
+        return None if record is None or num_seen >= len(record.chunks) else list(record.chunks)
 
     def _write(self, entry: Entry, now: float) -> WriteOutcome:
         key = entry.key
-        if entry.number == 0:
-            self._forget(key)
-            self._shelves.setdefault(key.tenant, _Shelf()).records[key] = _Record(entry.owner, now)
-            self._num_streams += 1
         record = self._find(key)
+        if entry.number == 0 and (record is None or record.began <= entry.began):
+            self._forget(key)
+            record = self._shelves.setdefault(key.tenant, _Shelf()).records[key] = _Record(entry.owner, entry.began, now)
+            self._num_streams += 1
         if record is None:
             return WriteOutcome.LOST
         if record.owner != entry.owner:

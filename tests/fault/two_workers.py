@@ -99,7 +99,7 @@ class ScriptedRouter:
     def _give_back_late(self, asking: asyncio.Future[Reserved]) -> None:
         """As the router does: a ticket that is granted to a request that is gone goes back at once."""
         if not asking.cancelled() and asking.exception() is None:
-            self.decode.send(Release(asking.result().ticket.ticket_id))
+            self.release(asking.result().ticket)
 
     async def compute(
         self,
@@ -150,6 +150,11 @@ class ScriptedRouter:
             await self.attach(ticket, first, sampling)
             return [first.token_id, *await self.rest(ticket)]
         finally:
+            self.release(ticket)
+
+    def release(self, ticket: Ticket) -> None:
+        """Give a ticket back, if the worker can still be told."""
+        if not self.decode.lost:
             self.decode.send(Release(ticket.ticket_id))
 
     def cancel(self, request_id: str) -> None:

@@ -26,12 +26,16 @@ class StreamKeeper:
         """Add the entries in this order. Returns what became of each."""
         return self._records.write(entries, time.monotonic())
 
-    async def take_over(self, key: StreamKey, owner: str, num_seen: int) -> list[bytes] | None:
-        """Make `owner` the writer of a record and return all its chunks.
+    async def take_over(self, key: StreamKey, owner: str, began: float, num_seen: int) -> list[bytes] | None:
+        """Make `owner`, whose request began at `began`, the writer of a record and return all its chunks.
 
         Returns None if there is no such record, or if it holds fewer pieces than the `num_seen` that the client has seen.
         """
-        return self._records.take_over(key, owner, num_seen, time.monotonic())
+        return self._records.take_over(key, owner, began, num_seen, time.monotonic())
+
+    async def read(self, key: StreamKey, num_seen: int) -> list[bytes] | None:
+        """Return what `take_over` would, and leave the record to its writer."""
+        return self._records.read(key, num_seen, time.monotonic())
 
 
 class RayRecordStore:
@@ -44,12 +48,16 @@ class RayRecordStore:
         """Add the entries in this order. Returns what became of each."""
         return cast(list[WriteOutcome], await self._keeper.write.remote(entries))
 
-    async def take_over(self, key: StreamKey, owner: str, num_seen: int) -> list[bytes] | None:
-        """Make `owner` the writer of a record and return all its chunks.
+    async def take_over(self, key: StreamKey, owner: str, began: float, num_seen: int) -> list[bytes] | None:
+        """Make `owner`, whose request began at `began`, the writer of a record and return all its chunks.
 
         Returns None if there is no such record, or if it holds fewer pieces than the `num_seen` that the client has seen.
         """
-        return cast(list[bytes] | None, await self._keeper.take_over.remote(key, owner, num_seen))
+        return cast(list[bytes] | None, await self._keeper.take_over.remote(key, owner, began, num_seen))
+
+    async def read(self, key: StreamKey, num_seen: int) -> list[bytes] | None:
+        """Return what `take_over` would, and leave the record to its writer."""
+        return cast(list[bytes] | None, await self._keeper.read.remote(key, num_seen))
 
 
 def start_stream_keeper(config: ClusterConfig, head_resources: dict[str, float]) -> Any:

@@ -1,7 +1,7 @@
 """Notes what each request has used, when it has ended, and refuses callers that have used up a month's budget.
 
 A request is noted once a pair of workers had room for it. What was refused before that (401, 429, 503) costs nothing, has no
-line, and can't fill the log.
+line, and can't fill the log; nor has what the cluster could not begin to answer.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from router.access.usage.budgets import MonthlyBudgets
 from router.access.usage.queue import UsageQueue, UsageStore
 from router.request.answer import Delta
 from router.request.generation import RequestIdentity
+from router.request.usage import blames_cluster
 from telemetry.metrics import Metrics
 from telemetry.usage.event import Outcome, UsageEvent
 
@@ -57,20 +58,21 @@ class UsageNotes:
         `num_choices` is the number of choices that are to come to their end.
         """
         code: str | None = None
+        begun = free = False
         try:
             async with contextlib.aclosing(answer):
                 async for delta in answer:
+                    begun = True
                     num_choices -= delta.finish_reason is not None
                     yield delta
-        except TandemError as error:
-            code = error.code
-            raise
-        except Exception:
-            code = TandemError.code
+        except Exception as error:
+            code = error.code if isinstance(error, TandemError) else TandemError.code
+            free = not begun and blames_cluster(error)
             raise
         finally:
             outcome: Outcome = "failed" if code is not None else "cancelled" if num_choices else "done"
-            self._note(caller, request, endpoint, outcome, code)
+            if not free:
+                self._note(caller, request, endpoint, outcome, code)
 
     def _note(self, caller: Caller, request: RequestIdentity, endpoint: str, outcome: Outcome, code: str | None) -> None:
         usage = request.usage

@@ -133,10 +133,15 @@ class MemoryRecords:
         await asyncio.sleep(self.call_s)
         return self.records.write(entries, time.monotonic())
 
-    async def take_over(self, key: StreamKey, owner: str, num_seen: int) -> list[bytes] | None:
+    async def take_over(self, key: StreamKey, owner: str, began: float, num_seen: int) -> list[bytes] | None:
         if self.away:
             raise ConnectionError("the keeper is gone")
-        return self.records.take_over(key, owner, num_seen, time.monotonic())
+        return self.records.take_over(key, owner, began, num_seen, time.monotonic())
+
+    async def read(self, key: StreamKey, num_seen: int) -> list[bytes] | None:
+        if self.away:
+            raise ConnectionError("the keeper is gone")
+        return self.records.read(key, num_seen, time.monotonic())
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from cluster.commands.lib.key_file import add_key
 from configs.schema import HttpConfig, TierConfig
-from protocol.errors import InvalidRequestError, OverloadedError, PoisonError, RateLimitError, UnavailableError
+from protocol.errors import InvalidRequestError, OverloadedError, PoisonError, ProtocolError, RateLimitError, UnavailableError
 from router.access.callers import Caller, anonymous
 from router.access.keyring import Keyring
 from router.access.meter import Meter
@@ -31,10 +32,12 @@ class Keeper:
         self.buckets = Buckets()
         self.now = 0.0
         self.asked = 0
+        self.was_asked = asyncio.Event()
         self.away = False
 
     async def take(self, charges: Sequence[Charge]) -> float:
         self.asked += 1
+        self.was_asked.set()
         if self.away:
             raise ConnectionError("gone")
         await asyncio.sleep(0)
@@ -72,7 +75,8 @@ class Answer:
             self._prompt.num_answer_tokens = told
 
     def metered(self, meter: Meter, who: Caller, most_tokens: int, prepaid_tokens: int = 0) -> AsyncGenerator[Delta, None]:
-        return meter.metered(who, most_tokens, prepaid_tokens, self.usage, self.deltas())
+        charge = partial(meter.charge_answer, who, most_tokens, prepaid_tokens)
+        return meter.metered(charge, self.usage, self.deltas())
 
 
 async def drain(answer: AsyncGenerator[Delta, None]) -> int:
@@ -127,6 +131,7 @@ def test_what_was_prepaid_is_part_of_it_and_not_given_back(tmp_path: Path) -> No
     [
         (Answer(30, error=UnavailableError("no worker")), UnavailableError, 0),
         (Answer(30, error=OverloadedError("full")), OverloadedError, 0),
+        (Answer(30, error=ProtocolError("a bug")), ProtocolError, 0),
         (Answer(30, error=PoisonError("it kills")), PoisonError, 30),
         (Answer(30, 2, error=UnavailableError("all lost")), UnavailableError, 32),
     ],
@@ -156,6 +161,22 @@ def test_who_leaves_pays_for_what_was_computed(tmp_path: Path) -> None:
         await answer.aclose()
         await meter.close()
         assert left(keeper, who, 100) == 68, "prompt and two tokens were used"
+
+    asyncio.run(main())
+
+
+def test_who_leaves_while_it_is_charged_pays_nothing(tmp_path: Path) -> None:
+    async def main() -> None:
+        keeper = Keeper()
+        meter = Meter(keeper)
+        who = caller(tmp_path / "k", tokens_per_minute=100)
+        answer = asyncio.ensure_future(anext(Answer(30, 2).metered(meter, who, 100)))
+        await keeper.was_asked.wait()
+        answer.cancel()
+        await asyncio.wait([answer])
+        assert answer.cancelled()
+        await meter.close()
+        assert left(keeper, who, 100) == 100
 
     asyncio.run(main())
 

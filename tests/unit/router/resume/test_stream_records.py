@@ -21,7 +21,7 @@ def key(name: str) -> StreamKey:
 
 
 def begin(records: StreamRecords, name: str, now: float = 0.0, size: int = 1) -> WriteOutcome:
-    return records.write([Entry(key(name), "me", 0, b"x" * size)], now)[0]
+    return records.write([Entry(key(name), "me", 0.0, 0, b"x" * size)], now)[0]
 
 
 @dataclass
@@ -54,7 +54,7 @@ def test_what_is_taken_over_is_what_was_let_out(acts: list[tuple[str, int, int]]
             writer = current[at] = Writer(at, f"owner-{number}")
             writers.append(writer)
         elif act == "resume" and at in current:
-            chunks = records.take_over(at, f"owner-{number}", 0, now)
+            chunks = records.take_over(at, f"owner-{number}", 0.0, 0, now)
             if chunks is None:
                 assert not current[at].recorded or not current[at].said or len(touched) > 1 or now - touched[at] > retention_s
             else:
@@ -66,7 +66,7 @@ def test_what_is_taken_over_is_what_was_let_out(acts: list[tuple[str, int, int]]
         if act in ("begin", "say"):
             for writer in [each for each in reversed(writers) if each.key == at and each.recorded]:
                 chunk = f"{writer.owner} {len(writer.said)}".encode().ljust(size)
-                [outcome] = records.write([Entry(at, writer.owner, len(writer.said), chunk)], now)
+                [outcome] = records.write([Entry(at, writer.owner, 0.0, len(writer.said), chunk)], now)
                 if outcome is WriteOutcome.KEPT:
                     assert writer is current[at], "one owner at a time"
                     writer.said.append(chunk)
@@ -80,10 +80,10 @@ def test_what_is_taken_over_is_what_was_let_out(acts: list[tuple[str, int, int]]
 def test_a_record_is_kept_for_its_time_and_no_longer() -> None:
     records = StreamRecords(10, 100_000, 60.0)
     begin(records, "a")
-    assert records.write([Entry(key("a"), "me", 1, b"1")], 50.0) == [WriteOutcome.KEPT]
-    assert records.take_over(key("a"), "you", 1, 109.0) == [b"x", b"1"]
-    assert records.take_over(key("a"), "you", 1, 168.0) == [b"x", b"1"], "counted anew"
-    assert records.take_over(key("a"), "you", 1, 229.0) is None
+    assert records.write([Entry(key("a"), "me", 0.0, 1, b"1")], 50.0) == [WriteOutcome.KEPT]
+    assert records.take_over(key("a"), "you", 0.0, 1, 109.0) == [b"x", b"1"]
+    assert records.take_over(key("a"), "you", 0.0, 1, 168.0) == [b"x", b"1"], "counted anew"
+    assert records.take_over(key("a"), "you", 0.0, 1, 229.0) is None
     assert (len(records), records.num_bytes) == (0, 0)
 
 
@@ -91,37 +91,60 @@ def test_nobody_elses_stream_is_found() -> None:
     records = StreamRecords(10, 100_000, 60.0)
     begin(records, "a")
     others = [StreamKey("acme", "/v1/completions", "a"), StreamKey("", "/v1/chat/completions", "a"), key("b")]
-    assert [records.take_over(other, "you", 0, 0.0) for other in others] == [None] * 3
-    assert records.write([Entry(key("a"), "me", 1, b"1")], 0.0) == [WriteOutcome.KEPT], "and its owner keeps it"
+    assert [records.take_over(other, "you", 0.0, 0, 0.0) for other in others] == [None] * 3
+    assert records.write([Entry(key("a"), "me", 0.0, 1, b"1")], 0.0) == [WriteOutcome.KEPT], "and its owner keeps it"
 
 
 def test_a_client_that_has_seen_more_gets_nothing() -> None:
     records = StreamRecords(10, 100_000, 60.0)
     begin(records, "a")
-    assert records.take_over(key("a"), "you", 1, 0.0) is None
-    assert records.write([Entry(key("a"), "me", 2, b"2")], 0.0) == [WriteOutcome.LOST], "a gap"
-    assert records.take_over(key("a"), "you", 0, 0.0) is None
+    assert records.take_over(key("a"), "you", 0.0, 1, 0.0) is None
+    assert records.write([Entry(key("a"), "me", 0.0, 2, b"2")], 0.0) == [WriteOutcome.LOST], "a gap"
+    assert records.take_over(key("a"), "you", 0.0, 0, 0.0) is None
+
+
+def test_an_older_request_takes_nothing_from_a_newer_one() -> None:
+    """Its first token came later, as its worker was slower. Whoever has resumed the stream is newer than both."""
+    records, at = StreamRecords(10, 100_000, 60.0), key("a")
+    assert records.write([Entry(at, "newer", 2.0, 0, b"n")], 0.0) == [WriteOutcome.KEPT]
+    older = [Entry(at, "older", 1.0, number, b"o") for number in range(2)]
+    assert records.write(older, 0.0) == [WriteOutcome.TAKEN] * 2
+    assert records.write([Entry(at, "newer", 2.0, 1, b"1")], 0.0) == [WriteOutcome.KEPT]
+    assert records.read(at, 1, 0.0) == [b"n", b"1"]
+    assert records.take_over(at, "back", 4.0, 1, 0.0) == [b"n", b"1"]
+    assert records.write([Entry(at, "between", 3.0, 0, b"b")], 0.0) == [WriteOutcome.TAKEN]
+    assert records.write([Entry(at, "newest", 5.0, 0, b"x")], 0.0) == [WriteOutcome.KEPT]
+    assert records.read(at, 0, 0.0) == [b"x"]
+
+
+def test_who_only_reads_takes_nothing() -> None:
+    records = StreamRecords(10, 100_000, 60.0)
+    begin(records, "a")
+    assert records.read(key("a"), 0, 0.0) == [b"x"]
+    assert records.read(key("a"), 1, 0.0) is None
+    assert records.write([Entry(key("a"), "me", 0.0, 1, b"1")], 0.0) == [WriteOutcome.KEPT]
+    assert records.read(key("a"), 0, 100.0) is None, "and keeps it no longer"
 
 
 def test_who_was_taken_over_adds_nothing() -> None:
     records = StreamRecords(10, 100_000, 60.0)
     begin(records, "a")
-    assert records.take_over(key("a"), "you", 0, 0.0) == [b"x"]
-    assert records.write([Entry(key("a"), "me", 1, b"1"), Entry(key("a"), "you", 1, b"I")], 0.0) == [
+    assert records.take_over(key("a"), "you", 0.0, 0, 0.0) == [b"x"]
+    assert records.write([Entry(key("a"), "me", 0.0, 1, b"1"), Entry(key("a"), "you", 0.0, 1, b"I")], 0.0) == [
         WriteOutcome.TAKEN,
         WriteOutcome.KEPT,
     ]
     begin(records, "a")
-    assert records.write([Entry(key("a"), "you", 2, b"2")], 0.0) == [WriteOutcome.TAKEN], "begun anew by another"
+    assert records.write([Entry(key("a"), "you", 0.0, 2, b"2")], 0.0) == [WriteOutcome.TAKEN], "begun anew by another"
 
 
 def test_the_one_that_was_silent_longest_makes_room() -> None:
     records = StreamRecords(2, 100_000, 60.0)
     begin(records, "a", 0.0)
     begin(records, "b", 1.0)
-    records.write([Entry(key("a"), "me", 1, b"1")], 2.0)
+    records.write([Entry(key("a"), "me", 0.0, 1, b"1")], 2.0)
     begin(records, "c", 3.0)
-    assert [records.take_over(key(name), "you", 0, 3.0) is None for name in "abc"] == [False, True, False]
+    assert [records.take_over(key(name), "you", 0.0, 0, 3.0) is None for name in "abc"] == [False, True, False]
 
 
 def of(tenant: str, name: str) -> StreamKey:
@@ -132,23 +155,23 @@ def test_a_tenant_can_not_push_out_what_another_keeps_within_its_share() -> None
     for records in (StreamRecords(8, 10**6, 60.0), StreamRecords(10**6, 8 * 600, 60.0)):
         mine = [of("acme", str(number)) for number in range(3)]
         for key in mine:
-            assert records.write([Entry(key, "me", 0, b"x" * 400)], 0.0) == [WriteOutcome.KEPT]
+            assert records.write([Entry(key, "me", 0.0, 0, b"x" * 400)], 0.0) == [WriteOutcome.KEPT]
         for number in range(100):
-            outcome = records.write([Entry(of("flood", str(number)), "it", 0, b"x" * 400)], 1.0)
+            outcome = records.write([Entry(of("flood", str(number)), "it", 0.0, 0, b"x" * 400)], 1.0)
             assert outcome == [WriteOutcome.KEPT], "its own oldest makes room"
-        assert None not in [records.take_over(key, "you", 0, 2.0) for key in mine]
-        assert records.take_over(of("flood", "99"), "it", 0, 2.0) is not None
-        assert records.take_over(of("flood", "0"), "it", 0, 2.0) is None
+        assert None not in [records.take_over(key, "you", 0.0, 0, 2.0) for key in mine]
+        assert records.take_over(of("flood", "99"), "it", 0.0, 0, 2.0) is not None
+        assert records.take_over(of("flood", "0"), "it", 0.0, 0, 2.0) is None
 
 
 def test_a_newcomer_takes_from_the_one_that_has_most() -> None:
     records = StreamRecords(4, 10**6, 60.0)
     for number in range(4):
-        records.write([Entry(of("flood", str(number)), "it", 0, b"x")], 0.0)
+        records.write([Entry(of("flood", str(number)), "it", 0.0, 0, b"x")], 0.0)
     for number in range(4):
-        assert records.write([Entry(of("acme", str(number)), "me", 0, b"x")], 1.0) == [WriteOutcome.KEPT]
+        assert records.write([Entry(of("acme", str(number)), "me", 0.0, 0, b"x")], 1.0) == [WriteOutcome.KEPT]
     kept = [(tenant, number) for tenant in ("flood", "acme") for number in range(4)]
-    kept = [each for each in kept if records.take_over(of(each[0], str(each[1])), "you", 0, 2.0) is not None]
+    kept = [each for each in kept if records.take_over(of(each[0], str(each[1])), "you", 0.0, 0, 2.0) is not None]
     assert kept == [("flood", 2), ("flood", 3), ("acme", 2), ("acme", 3)], "half of it each, and the younger ones"
 
 
@@ -160,11 +183,11 @@ def test_an_equal_share_is_safe(writes: list[tuple[str, int, int]]) -> None:
         key, mine = of(tenant, str(number)), tenant == "a"
         if mine and (len(kept | {key: 0}) > 3 or sum((kept | {key: size + 100}).values()) > 3000):
             continue
-        outcome = records.write([Entry(key, "me", 0, b"x" * size)], 0.0)
+        outcome = records.write([Entry(key, "me", 0.0, 0, b"x" * size)], 0.0)
         if mine:
             assert outcome == [WriteOutcome.KEPT]
             kept[key] = size + 100
-        assert all(records.take_over(each, "me", 0, 0.0) is not None for each in kept)
+        assert all(records.take_over(each, "me", 0.0, 0, 0.0) is not None for each in kept)
         assert len(records) <= 9
         assert records.num_bytes <= 9000
 
