@@ -23,7 +23,7 @@ from protocol.errors import InvalidRequestError, RateLimitError, TandemError
 from router.access.callers import Caller, Limits
 from router.access.rates import Buckets, Charge, RateStore
 from router.request.answer import Delta
-from router.request.usage import Usage, blames_cluster
+from router.request.usage import Usage
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ class Meter:
                     begun = True
                     yield delta
         except Exception as error:
-            failed = not begun and blames_cluster(error)
+            failed = not begun and not isinstance(error, InvalidRequestError)
             raise
         finally:
             if charged is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from protocol.errors import InvalidRequestError
 from telemetry.request_times import RequestTimes
 
 
@@ -41,8 +40,3 @@ class Usage:
     def num_tokens(self) -> int:
         """Tokens of the prompts that were computed, and of the answers."""
         return sum(prompt.num_answer_tokens + prompt.computed * prompt.num_prompt_tokens for prompt in self.prompts)
-
-
-def blames_cluster(error: Exception) -> bool:
-    """Return whether it is the cluster that failed to answer, and not the request that is to blame."""
-    return not isinstance(error, InvalidRequestError)

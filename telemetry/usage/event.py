@@ -41,8 +41,8 @@ class Used(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """What counts against a budget: tokens of the prompts and of the answers."""
-        return self.prompt_tokens + self.answer_tokens
+        """What counts against a budget: tokens of the prompts and of the answers; none if it failed before its first token."""
+        return 0 if self.outcome == "failed" and not self.answer_tokens else self.prompt_tokens + self.answer_tokens
 
     @property
     def budgets(self) -> tuple[str, ...]:

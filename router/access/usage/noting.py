@@ -1,7 +1,7 @@
 """Notes what each request has used, when it has ended, and refuses callers that have used up a month's budget.
 
 A request is noted once a pair of workers had room for it. What was refused before that (401, 429, 503) costs nothing, has no
-line, and can't fill the log; nor has what the cluster could not begin to answer.
+line, and can't fill the log; nor has what prefill workers had no room for.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ import secrets
 import time
 from collections.abc import AsyncGenerator
 
-from protocol.errors import TandemError
+from protocol.errors import OverloadedError, TandemError
 from router.access.callers import Caller
 from router.access.usage.budgets import MonthlyBudgets
 from router.access.usage.queue import UsageQueue, UsageStore
 from router.request.answer import Delta
 from router.request.generation import RequestIdentity
-from router.request.usage import blames_cluster
 from telemetry.metrics import Metrics
 from telemetry.usage.event import Outcome, UsageEvent
 
@@ -67,7 +66,7 @@ class UsageNotes:
                     yield delta
         except Exception as error:
             code = error.code if isinstance(error, TandemError) else TandemError.code
-            free = not begun and blames_cluster(error)
+            free = not begun and isinstance(error, OverloadedError)
             raise
         finally:
             outcome: Outcome = "failed" if code is not None else "cancelled" if num_choices else "done"

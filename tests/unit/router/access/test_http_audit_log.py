@@ -139,6 +139,35 @@ def test_a_flood_of_refusals_is_counted_and_not_written(run_cluster: Run, tmp_pa
     run_cluster(test, http=HttpConfig(keys_file=str(path)).model_dump())
 
 
+@pytest.mark.parametrize("answers", [True, False])
+def test_the_end_writes_each_line_once_and_waits_for_no_owner(monkeypatch: pytest.MonkeyPatch, answers: bool) -> None:
+    monkeypatch.setattr(audit_trail, "_CLOSE_S", 10.0 if answers else 0.05)
+
+    async def main() -> None:
+        begun, goes_on, store = asyncio.Event(), asyncio.Event(), Written()
+
+        class Slow(Written):
+            async def append(self, lines: Sequence[Line]) -> None:
+                begun.set()
+                await goes_on.wait()
+                await store.append(lines)
+
+        queue = AuditQueue(Slow())
+        queue.start()
+        queue.done(audit_line("scale", decode=1))
+        await begun.wait()
+        queue.done(audit_line("scale", decode=2))
+        closing = asyncio.ensure_future(queue.close())
+        await asyncio.sleep(0)
+        if answers:
+            goes_on.set()
+        async with asyncio.timeout(5):
+            await closing
+        assert [line["decode"] for line in store.lines] == ([1, 2] if answers else [])
+
+    asyncio.run(main())
+
+
 def test_lines_wait_for_the_owner_of_the_log_up_to_a_bound() -> None:
     async def main() -> None:
         store = Written()

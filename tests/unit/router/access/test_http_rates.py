@@ -136,6 +136,22 @@ async def begin_body(cluster: Any, key: str) -> tuple[asyncio.StreamReader, asyn
     return reader, writer
 
 
+def test_an_answer_without_a_length_fits_into_the_minute(run_cluster: Run, path: Path) -> None:
+    """OpenAI's clients name none, and the context is more than a minute's tokens."""
+    key = add_key(path, {"tenant": "a", "tokens_per_minute": 100})
+
+    async def test(cluster: Any) -> None:
+        headers = bearer(key)
+        body = {"model": "smollm2", "messages": [{"role": "user", "content": "a"}], "stop": ["never"]}
+        cluster.says("one two three " * 100)
+        answer = await cluster.http.post("/v1/chat/completions", json=body, headers=headers)
+        assert answer.status_code == 200, answer.text
+        used = answer.json()["usage"]
+        assert (answer.json()["choices"][0]["finish_reason"], used["total_tokens"]) == ("length", 100)
+
+    run_cluster(test, http=http(path))
+
+
 def test_the_bytes_of_bodies_under_way_are_bounded_by_tenant(run_cluster: Run, path: Path) -> None:
     mine, mine_too, theirs = (add_key(path, {"tenant": tenant}) for tenant in ("a", "a", "b"))
 

@@ -93,6 +93,8 @@ def test_answers_count_and_no_request_that_can_never_run_waits(run_cluster: Run,
         never = await begin(cluster, key, n=4)
         assert (never.status_code, never.json()["error"]["param"]) == (400, "n")
         assert (await begin(cluster, key, prompt=["a", "b"], n=2)).status_code == 400
+        prompts = await begin(cluster, key, prompt=list("abcd"))
+        assert (prompts.status_code, prompts.json()["error"]["param"]) == (400, "prompt")
         assert (await begin(cluster, key, prompt=["a", "b", "c"])).status_code == 200
         cluster.decode[0].reserve_gate.clear()
         running = begin(cluster, key, n=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 import time
@@ -16,11 +17,11 @@ import pytest
 
 from cluster.commands.lib.key_file import add_key
 from configs.schema import HttpConfig
-from protocol.errors import KvTransferError
+from protocol.errors import KvTransferError, OverloadedError
 from router.access.keyring import Keyring
 from router.access.usage import queue as usage_queue
 from telemetry.usage.book import LogBounds, UsageBook
-from telemetry.usage.event import UsageEvent
+from telemetry.usage.event import UsageEvent, parse_line
 from telemetry.usage.ledger import MonthUse
 from tests.unit.router.conftest import completion_body
 from tests.unit.router.resume.test_http_resumable import Client
@@ -180,8 +181,17 @@ def test_who_leaves_and_what_fails_is_noted_as_such(run_cluster: Run, store: Boo
         lines = await store.until(2)
         assert (lines[1]["outcome"], lines[1]["code"]) == ("failed", answer.json()["error"]["code"])
         assert lines[1]["prompt_tokens"] > 0
+        used = parse_line(json.dumps(lines[1]).encode())
+        assert used is not None
+        assert used.tokens == 0, "no budget pays for what failed before its first token"
+        cluster.prefill[0].fail_with = OverloadedError("full")
+        answer = await cluster.complete()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (429, "overloaded")
+        cluster.prefill[0].fail_with = None
+        assert (await cluster.complete(max_tokens=2)).status_code == 200
+        assert [line["outcome"] for line in (await store.until(3))[2:]] == ["done"], "what nobody had room for has no line"
 
-    run_cluster(test, usage_store=store)
+    run_cluster(test, usage_store=store, limits={"queue_s": 0.5})
 
 
 def test_a_stream_that_is_resumed_has_a_line_for_each_connection(run_cluster: Run, store: BookStore) -> None:

@@ -174,9 +174,74 @@ def test_the_one_who_comes_back_has_the_stream(run_cluster: Run) -> None:
         await second.again()
         await reading
         assert "another connection" in first.events[-1]
+        assert '"stream_taken"' in first.events[-1], "who comes back then would take it in turn"
         assert texts(second.data)[0][0] == TEXT
         assert second.events[: len(first.events) - 1] == first.events[:-1], "the same events"
         await cluster.clean()
+
+    run_cluster(test)
+
+
+def test_who_is_refused_leaves_the_stream_where_it_is(run_cluster: Run, tmp_path: Path) -> None:
+    """By a limit of running answers, or by the minute's: with the time to come back, before anything is sent."""
+    keys_file = tmp_path / "keys.json"
+    key = add_key(keys_file, {"tenant": "a", "tokens_per_minute": 100, "max_running_requests": 3})
+
+    async def test(cluster: Any) -> None:
+        cluster.says(TEXT)
+        cluster.script.step_s = 0.05
+        client = Client(cluster, prompt="Count:", n=2)
+        client.headers |= bearer(key)
+        reading = asyncio.ensure_future(client.read())
+        await cluster.until(lambda: len(client.events) >= 3)
+        headers = client.headers | {"last-event-id": "1.1"}
+        refused = await cluster.http.post("/v1/completions", json=asked(), headers=headers)
+        assert (refused.status_code, "3 requests running" in refused.text) == (429, True)
+        await reading
+        assert client.events[-1].endswith("[DONE]\n"), "the first connection has its stream"
+        refused = await cluster.http.post("/v1/completions", json=asked(), headers=headers)
+        while refused.status_code == 200:  # what was not used came back
+            refused = await cluster.http.post("/v1/completions", json=asked(max_tokens=40), headers=bearer(key))
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert int(refused.headers["retry-after"]) > 0
+
+    run_cluster(test, http={"keys_file": str(keys_file)})
+
+
+def test_the_body_of_a_resumed_stream_counts_for_nothing(run_cluster: Run) -> None:
+    """Clients send the request again. Nobody reads it, also where all of them together are over a bound."""
+
+    async def test(cluster: Any) -> None:
+        cluster.says(TEXT)
+        cluster.script.step_s = 0.05
+        clients = [Client(cluster, prompt="Count:", user="u" * 90_000) for _ in range(3)]
+        for client in clients:
+            await client.read(2)
+        await asyncio.gather(*(client.again() for client in clients))
+        assert all(texts(client.data)[0][0] == TEXT for client in clients)
+        assert (await cluster.complete()).status_code == 200
+
+    run_cluster(test, http={"max_body_bytes_in_flight": 200_000})
+
+
+def test_one_cancelled_write_ends_no_other_stream(run_cluster: Run) -> None:
+    async def test(cluster: Any) -> None:
+        cluster.says(TEXT)
+        write = cluster.records.write
+        failed: list[Any] = []
+
+        async def once(entries: Any) -> Any:
+            if not failed:
+                failed.append(entries)
+                raise asyncio.CancelledError
+            return await write(entries)
+
+        cluster.records.write = once
+        for _ in range(2):
+            client = Client(cluster, prompt="Count:")
+            await client.read()
+            assert texts(client.data)[0][0] == TEXT
+        assert failed
 
     run_cluster(test)
 
