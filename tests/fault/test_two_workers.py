@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import zmq
 
 from configs.schema import ClusterConfig
-from kv_transfer.transports.loopback import Faults
+from kv_transfer.transports.loopback import Faults, LoopbackTransport
 from protocol.errors import InvalidRequestError, OverloadedError, TandemError
 from protocol.messages import Release, Role
 from protocol.sampling import SamplingParams
+from protocol.wire import WireClient
 from tests.fault.scenarios import Factory, Reference, greedy, prompt_of, run, seeds
 
 ROOMY = ClusterConfig.model_validate(
@@ -215,6 +218,40 @@ def test_death_of_decode_gives_prefill_its_blocks_back(two_workers: Factory) -> 
             await asyncio.wait((computing, workers.tasks["decode"]))
             await workers.until(lambda: workers.prefill.core.load().tickets == 0)
             assert workers.prefill.core.load().free_blocks == workers.prefill.core.load().total_blocks
+
+    run(scenario())
+
+
+def out_of_descriptors(*_: object) -> Any:
+    raise OSError(errno.EMFILE, "Too many open files")
+
+
+def out_of_sockets(*_: object) -> Any:
+    raise zmq.ZMQError(errno.EMFILE)
+
+
+LACKS: list[tuple[type[Any], str, Any]] = [
+    (LoopbackTransport, "connect_sender", out_of_descriptors),
+    (LoopbackTransport, "connect_receiver", out_of_descriptors),
+    (WireClient, "__init__", out_of_sockets),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "lack"), LACKS, ids=[name for _, name, _ in LACKS])
+def test_a_machine_without_descriptors_for_a_moment_ends_no_worker(
+    two_workers: Factory, reference: Reference, monkeypatch: pytest.MonkeyPatch, owner: type[Any], name: str, lack: Any
+) -> None:
+    """When a pair of workers is to be connected. What was asked then fails, and the next is answered."""
+
+    async def scenario() -> None:
+        async with two_workers() as workers:
+            router = await workers.router()
+            with monkeypatch.context() as patched:
+                patched.setattr(owner, name, lack)
+                with pytest.raises(TandemError):
+                    await router.generate(prompt_of(20), greedy(4))
+            assert await router.generate(prompt_of(20), greedy(4), "again") == reference(prompt_of(20), 4)
+            await workers.until(workers.all_free)
 
     run(scenario())
 

@@ -17,12 +17,13 @@ from transformers import MistralForCausalLM
 from configs.facts import ModelFacts
 from configs.model_files.kv_window import KvWindow
 from configs.schema import ClusterConfig
+from kv_transfer.sender import SendingPair
 from protocol.cluster_view import WorkerState
 from protocol.errors import InvalidRequestError
 from protocol.messages import Attach, Release, Role
 from protocol.sampling import SamplingParams
 from tests.fault import many_decodes, two_workers
-from tests.fault.many_decodes import Said, run_many_decodes
+from tests.fault.many_decodes import COPYING, Said, run_many_decodes
 from tests.fault.scenarios import Reference, greedy, prompt_of, run, slow
 from tests.fault.test_colocated import outputs, start
 from tests.fault.test_migration import elsewhere, endless, started
@@ -375,3 +376,33 @@ def test_a_prompt_of_many_windows_is_that_of_transformers(windowed: ModelFacts) 
     with torch.inference_mode():
         logits = model(torch.tensor([[*prompt, *answers[0][:-1]]]), logits_to_keep=4, use_cache=False).logits[0]
     assert logits.argmax(-1).tolist() == answers[0] == answers[1]
+
+
+def test_a_stream_without_room_goes_on_when_its_copy_has_arrived(
+    windowed: ModelFacts, alone: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it is copied, what it no longer sees is kept. Here the copy ends only when it stands still for that."""
+    copying = COPYING.decode.model_copy(update={"copy_every_tokens": 300})
+    config = with_pools(COPYING.model_copy(update={"decode": copying}), 2048, 384)
+    said, copied, commit, held = Said(), asyncio.Event(), SendingPair.commit, list[int]()
+
+    async def commit_when_it_stands_still(self: SendingPair, transfer: Any) -> None:
+        if said.token_ids and not held:
+            held.append(0)
+            while held[0] != len(said.token_ids):
+                held[0] = len(said.token_ids)
+                await asyncio.sleep(0.5)
+        await commit(self, transfer)
+        copied.set()
+
+    monkeypatch.setattr(SendingPair, "commit", commit_when_it_stands_still)
+
+    async def scenario() -> None:
+        async with run_many_decodes(windowed, 2, config) as many:
+            prompt = prompt_of(200)
+            await asyncio.wait_for(many.ask(prompt, SamplingParams(seed=1, max_tokens=700, temperature=0.0), said), 60)
+            assert said.token_ids == alone(prompt, 700)
+            assert copied.is_set()
+            assert 0 < held[0] < 700, "it stood still"
+
+    run(scenario())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sqlite3
 import stat
 import time
 from collections.abc import Iterator
@@ -166,6 +167,28 @@ def test_erasing_says_when_it_cannot(folder: Path, store: BlockStore, monkeypatc
         with pytest.raises(UnavailableError, match="could not be erased"):
             store.reset()
     assert store.reset() == 1
+
+
+def test_erasing_says_when_it_cannot_look(folder: Path, store: BlockStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file whose row is lost is found by looking; without a descriptor nobody can."""
+    for number in range(3):
+        put(store, key(number))
+    with sqlite3.connect(database(folder)) as rows:
+        rows.execute("DELETE FROM blocks")
+    listdir = os.listdir
+
+    def refuse(path: str) -> list[str]:
+        if Path(path).parent == folder and len(Path(path).name) == 2:
+            raise OSError(errno.EMFILE, "too many open files", path)
+        return listdir(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "listdir", refuse)
+        with pytest.raises(UnavailableError, match="could not be erased"):
+            store.reset()
+    assert len(files_in(folder)) == 3
+    assert store.reset() == 3
+    assert not files_in(folder)
 
 
 def test_the_least_recently_used_goes(folder: Path) -> None:
