@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -84,11 +85,11 @@ def print_report(finished: Finished, console: Console) -> None:
         for column in ("stage", "mean ms", "p99 ms", "share"):
             stages.add_column(column, justify="left" if column == "stage" else "right")
         for stage, values in finished.stages.items():
-            stages.add_row(stage, f"{values['mean_ms']:.2f}", f"{values['p99_ms']:.2f}", f"{values['share']:.1%}")
+            stages.add_row(escape(stage), f"{values['mean_ms']:.2f}", f"{values['p99_ms']:.2f}", f"{values['share']:.1%}")
         console.print(stages)
     errors = [record.error for record in finished.records if record.error is not None]
     for error in list(dict.fromkeys(errors))[:5]:
-        console.print(f"[red]failed {errors.count(error)} times:[/red]", error, markup=True, highlight=False)
+        console.print(f"[red]failed {errors.count(error)} times:[/red]", escape(error), highlight=False)
     if finished.client.warning is not None:
         console.print(f"[yellow]warning:[/yellow] {finished.client.warning}", highlight=False)
 
@@ -112,7 +113,7 @@ def save_json(finished: Finished, folder: Path, name: str | None) -> Path:
 
 def _totals(finished: Finished) -> Table:
     options, figures = finished.options, finished.figures
-    table = Table(title=f"{finished.model} at {options.url}", title_justify="left", show_header=False)
+    table = Table(title=escape(f"{finished.model} at {options.url}"), title_justify="left", show_header=False)
     table.add_column()
     table.add_column(justify="right")
     rows = {

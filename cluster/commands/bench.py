@@ -35,11 +35,15 @@ def bench(options: BenchOptions, results: ResultOptions) -> None:
     console = Console()
     with report.display(Console(stderr=True)) as display:
         finished = asyncio.run(load_test.run_bench(options, display.report, display.started, display.done))
-    report.print_report(finished, console)
-    if results.save_result:
-        saved = report.save_json(finished, results.result_dir, results.result_filename)
-        console.print(f"saved {saved}", soft_wrap=True, highlight=False)
-    if results.plot is not None:
-        plots.plot(finished, results.plot)
+    saved: Path | None = None
+    try:  # first what is kept: printing fails where nobody reads
+        if results.save_result:
+            saved = report.save_json(finished, results.result_dir, results.result_filename)
+        if results.plot is not None:
+            plots.plot(finished, results.plot)
+    finally:
+        report.print_report(finished, console)
+    if saved is not None:
+        console.print(f"saved {saved}", markup=False, soft_wrap=True, highlight=False)
     if not finished.figures["completed"]:
         raise UnavailableError("no request got an answer")

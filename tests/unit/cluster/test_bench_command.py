@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
 from cluster.commands import cli
 from loadtest import bench
 from loadtest.options import BenchOptions
+from loadtest.records import RequestRecord
+from loadtest.runner import ClientHealth, RunResult
+from loadtest.server import Target
 from protocol.errors import UnavailableError
 
 
@@ -32,6 +38,28 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[BenchOptions]:
 
     monkeypatch.setattr(bench, "run_bench", run_bench)
     return seen
+
+
+@pytest.fixture
+def finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of one request is over at once."""
+
+    async def run_bench(options: BenchOptions, *callbacks: object) -> bench.Finished:
+        target = Target("completions", "/v1/completions", "small", ignore_eos=False, include_times=False, timeout_s=1.0)
+        record = RequestRecord(0, 8, 4, 0.0, ttft=0.1, e2el=0.1, completion_tokens=1)
+        return bench.Finished(options, target, "tokens", RunResult([record], 1.0, ClientHealth(0.0, 0.0, 0.1)))
+
+    monkeypatch.setattr(bench, "run_bench", run_bench)
+
+
+@pytest.mark.usefixtures("finished")
+def test_results_are_kept_where_nobody_reads_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with suppress(OSError), Path("/dev/full").open("w") as nobody:
+        monkeypatch.setattr(sys, "stdout", nobody)
+        monkeypatch.setattr(sys, "argv", ["tandem", "bench", "--save-result", "--result-dir", str(tmp_path / "new")])
+        cli.main()
+    [saved] = (tmp_path / "new").iterdir()
+    assert json.loads(saved.read_text())["completed"] == 1
 
 
 def test_flags_of_vllm(monkeypatch: pytest.MonkeyPatch, asked: list[BenchOptions]) -> None:
