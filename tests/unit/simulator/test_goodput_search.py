@@ -142,6 +142,17 @@ def test_traces_keep_their_lengths_and_times(tmp_path: Path) -> None:
         trace_workload(tmp_path / "trace.txt", None, 1.0, 0)
 
 
+def test_a_traces_rate_is_that_of_the_part_that_is_taken(tmp_path: Path) -> None:
+    path = tmp_path / "late.jsonl"
+    row = {"input_length": 100, "output_length": 4, "hash_ids": [1]}
+    path.write_text("".join(json.dumps(row | {"timestamp": ms}) + "\n" for ms in (27_482_000, 27_484_000, 27_483_000)))
+    assert trace_workload(path, None, 1.0, 0).own_rate == pytest.approx(1.5)
+    assert trace_workload(path, 1, 1.0, 0).own_rate is None
+    path = tmp_path / "back.csv"
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:00:04.0,80,16\n2023-11-16 18:00:00.0,800,8\n")
+    assert trace_workload(path, None, 8.0, 0).own_rate == pytest.approx(0.5)
+
+
 def test_equal_blocks_of_a_trace_are_equal_tokens_and_no_answer_is_one() -> None:
     rows = [TraceRow(0.0, 600, 5, (0, 1)), TraceRow(4.0, 1100, 6, (0, 1, 2)), TraceRow(6.0, 512, 7, (3,))]
     first, second, third = block_requests(rows, 2.0)
