@@ -47,6 +47,8 @@ class PlanOptions:
             raise InvalidRequestError("give either --trace FILE or --dataset random", param="trace")
         if self.rate is not None and not self.rate > 0:
             raise InvalidRequestError(f"rate must be over 0; got {self.rate:g}", param="rate")
+        if self.seed < 0:
+            raise InvalidRequestError(f"seed must be at least 0; got {self.seed}", param="seed")
         if self.acceptance is not None and not 0 <= self.acceptance <= 1:
             raise InvalidRequestError(f"acceptance must be from 0 to 1; got {self.acceptance:g}", param="acceptance")
 

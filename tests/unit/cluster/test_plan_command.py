@@ -68,6 +68,7 @@ def test_a_plan_for_the_configuration(
         (("--dataset", "random", "--slo", "itl:5"), "such as ttft:500"),
         (("--dataset", "random", "--max-workers", "1"), "at least 2 workers"),
         (("--dataset", "random", "--num-prompts", "0"), "num-prompts"),
+        (("--dataset", "random", "--seed", "-1"), "seed must be at least 0"),
         (("--dataset", "random", "--profile", "nowhere.json"), "can't be read"),
         (("--dataset", "random", "--acceptance", "1.5"), "acceptance must be from 0 to 1"),
         (("--dataset", "random", "--acceptance", "0.5"), "acceptance needs a --config with speculative_config"),

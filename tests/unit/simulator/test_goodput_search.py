@@ -124,7 +124,16 @@ def test_a_bad_profile_says_where_it_is_bad(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match="can't be read"):
         Profile.load(path)
     good = json.loads(LAPTOP.read_text())
-    for change, words in (({"decode": []}, "no decode step"), ({"prefill": [{"tokens": 0}]}, "prefill.0"), ({"x": 1}, "x")):
+    twice, long = good["decode"] + good["decode"][:1], [good["prefill"][0] | {"seconds": 1e308}]
+    for change, words in (
+        ({"decode": []}, "no decode step"),
+        ({"prefill": [{"tokens": 0}]}, "prefill.0"),
+        ({"x": 1}, "x"),
+        ({"decode": twice}, "a step stands there twice"),
+        ({"prefill": long}, r"a step of 1e\+308 s"),
+        ({"overheads": good["overheads"] | {"request_s": 1e308}}, "overheads.request_s"),
+        ({"slowdown": {"decode": {"beside": 1e308}}}, "slowdown.decode.beside"),
+    ):
         path.write_text(json.dumps(good | change))
         with pytest.raises(InvalidRequestError, match=words):
             Profile.load(path)
