@@ -81,7 +81,7 @@ def _planned(options: PlanOptions) -> tuple[Workload, Sequence[Planned], str]:
     from loadtest.metrics import parse_goodput
     from simulator import goodput
 
-    targets = goodput.Targets(parse_goodput(options.slo.split(",")))
+    targets = goodput.Targets(parse_goodput(options.slo.split(","), flag="slo", metrics=tuple(goodput.METRICS)))
     workload = _workload(options)
     profile, cluster, step_times = _step_times(load_config(options.config, {}), options.profile)
     if options.acceptance is not None:
@@ -157,14 +157,15 @@ def _print(planned: Sequence[Planned], rate: float | None, title: str, options: 
     for column in ("cluster", "workers", "goodput, requests/s", "per worker", ""):
         table.add_column(column, justify="right")
     for each in planned:
-        notes = [*(["best ratio"] if each is ratio else []), *(["enough"] if each is enough else [])]
+        notes = [*(["best ratio"] if each is ratio and each.goodput else []), *(["enough"] if each is enough else [])]
         table.add_row(
             str(each.shape), str(each.shape.workers), f"{each.goodput:.2f}", f"{each.per_worker:.2f}", ", ".join(notes)
         )
     console = Console()
     console.print(table)
     if not ratio.goodput:
-        console.print(f"no cluster meets {options.slo} at any rate: a request alone is too slow for it")
+        why = "a request alone is too slow for it" if ratio.refusal is None else f"a request is refused: {ratio.refusal}"
+        console.print(f"no cluster meets {options.slo} at any rate: {why}", soft_wrap=True, highlight=False)
     elif rate is not None:
         wanted = f"{rate:.3g} requests/s"
         few = f"{options.max_workers} workers are too few for {wanted}"

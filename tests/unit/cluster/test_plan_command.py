@@ -61,11 +61,33 @@ def test_a_plan_for_the_configuration(
 
 
 @pytest.mark.parametrize(
+    ("prompt", "slo", "why"),
+    [
+        ("1000000", "ttft:1e12", "a request is refused: prompt (1000000) and answer (4) exceed decode.kv_cache_tokens (65536)"),
+        ("100", "ttft:1", "a request alone is too slow for it"),
+    ],
+)
+def test_why_no_cluster_meets_the_targets(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], prompt: str, slo: str, why: str
+) -> None:
+    lengths = ("--random-input-len", prompt, "--random-output-len", "4", "--num-prompts", "2", "--max-workers", "2")
+    assert tandem(monkeypatch, "--dataset", "random", *lengths, "--slo", slo) == 0
+    out = capsys.readouterr().out
+    assert f"no cluster meets {slo} at any rate: {why}\n" in out
+    assert "best ratio" not in out
+
+
+@pytest.mark.parametrize(
     ("words", "complaint"),
     [
         ((), "--trace FILE or --dataset random"),
         (("--dataset", "random", "--rate", "0"), "rate must be over 0"),
-        (("--dataset", "random", "--slo", "itl:5"), "such as ttft:500"),
+        (
+            ("--dataset", "random", "--slo", "ttst:5"),
+            "slo takes METRIC:MILLISECONDS, such as ttft:500, each of ttft, tpot, e2el",
+        ),
+        (("--dataset", "random", "--slo", "ttft:nan"), "got 'ttft:nan'"),
+        (("--dataset", "random", "--slo", ""), "slo takes METRIC:MILLISECONDS"),
         (("--dataset", "random", "--max-workers", "1"), "at least 2 workers"),
         (("--dataset", "random", "--num-prompts", "0"), "num-prompts"),
         (("--dataset", "random", "--seed", "-1"), "seed must be at least 0"),

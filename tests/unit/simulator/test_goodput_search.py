@@ -16,9 +16,9 @@ from configs.step_times import Line
 from loadtest.datasets import Lengths, TraceRow
 from protocol.errors import InvalidRequestError
 from simulator.cluster import Shape
-from simulator.goodput import Planned, Targets, best_ratio, goodput, shapes, smallest_for
+from simulator.goodput import Planned, Targets, best_ratio, goodput, refusal, shapes, smallest_for
 from simulator.profile import LAPTOP, Profile, Slowdown, Slowdowns
-from simulator.workload import block_requests, random_workload, trace_workload
+from simulator.workload import Workload, block_requests, random_workload, trace_workload
 
 
 def test_goodput_grows_with_the_pool_that_was_short_and_with_looser_limits() -> None:
@@ -44,10 +44,14 @@ def test_a_plan_asks_what_is_cached_where_prompts_begin_alike() -> None:
     assert goodput(alike, Shape(2, 1), config, profile, targets) > goodput(own, Shape(2, 1), config, profile, targets)
 
 
-def test_targets_name_what_they_know() -> None:
-    for limits in ({}, {"itl": 5.0}):
-        with pytest.raises(InvalidRequestError, match="ttft, tpot, e2el"):
-            Targets(limits)
+def test_a_refusal_is_told_if_more_are_refused_than_may_miss() -> None:
+    profile, config = Profile.load(LAPTOP), load_config(None, {"disaggregation": "always"})
+    large, small = (random_workload(10, Lengths(num_tokens, 4, 0.0, 0), 0).samples for num_tokens in (70_000, 8))
+    told = [
+        refusal(Workload("mixed", [*large[:num], *small[num:]], 0), Shape(1, 1), config, profile) is not None
+        for num in range(3)
+    ]
+    assert told == [False, False, True]
 
 
 @given(st.integers(2, 9))
