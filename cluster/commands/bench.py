@@ -14,17 +14,22 @@ from cluster.commands.lib.flag_groups import expand_flags
 from loadtest import bench as load_test
 from loadtest import plots, report
 from loadtest.options import BenchOptions
-from protocol.errors import UnavailableError
+from protocol.errors import InvalidRequestError, UnavailableError
 
 
 @dataclass(frozen=True)
 class ResultOptions:
-    """Where the figures of a load test go, beside the terminal."""
+    """Where the figures of a load test go, beside the terminal. Raises InvalidRequestError for flags that do nothing."""
 
     save_result: Annotated[bool, Option("--save-result", help="Write the figures and every request as JSON.")] = False
     result_dir: Annotated[Path, Option(help="Where to.")] = Path()
     result_filename: Annotated[str | None, Option(help="Instead of a name made of backend, rate, model and time.")] = None
     plot: Annotated[Path | None, Option(help="Draw it into this PNG file.")] = None
+
+    def __post_init__(self) -> None:
+        for name in ("result_dir", "result_filename"):
+            if not self.save_result and getattr(self, name) != getattr(type(self), name):
+                raise InvalidRequestError(f"--{name.replace('_', '-')} needs --save-result", param=name)
 
 
 @expand_flags

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -45,6 +45,11 @@ class PlanOptions:
     def __post_init__(self) -> None:
         if (self.trace is None) == (self.dataset is None):
             raise InvalidRequestError("give either --trace FILE or --dataset random", param="trace")
+        for each in fields(self):
+            is_idle = each.name.startswith("random_") if self.dataset is None else each.name == "length_scale"
+            if is_idle and getattr(self, each.name) != each.default:
+                others = "--dataset random" if self.dataset is None else "a --trace"
+                raise InvalidRequestError(f"--{each.name.replace('_', '-')} is for {others}", param=each.name)
         if self.rate is not None and not self.rate > 0:
             raise InvalidRequestError(f"rate must be over 0; got {self.rate:g}", param="rate")
         if self.seed < 0:
@@ -115,6 +120,8 @@ def _step_times(config: ClusterConfig, path: Path | None) -> tuple[Profile, Clus
     from simulator.profile import LAPTOP, Profile
 
     if config.engine == "paced":
+        if path is not None:
+            raise InvalidRequestError("--profile is not for engine: paced, which has its paced_profile", param="profile")
         paced = load_paced_profile(config.paced_profile)
         return Profile.of_paced(paced), config, f"step times: {paced.name}"
     if path is not None:

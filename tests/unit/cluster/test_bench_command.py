@@ -110,6 +110,8 @@ def test_urls_and_keys_from_the_environment(monkeypatch: pytest.MonkeyPatch, ask
         ("--goodput ttft", "METRIC:MILLISECONDS"),
         ("--dataset-name azure", "--dataset-path"),
         ("--plot x.pdf", ".png"),
+        ("--result-filename x.json", "--result-filename needs --save-result"),
+        ("--result-dir x", "--result-dir needs --save-result"),
         ("--percentile-metrics tt", "ttft"),
         ("--multi-turn", "--backend chat"),
         ("--system-prompt-len 5", "--multi-turn"),

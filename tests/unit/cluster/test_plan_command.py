@@ -91,6 +91,8 @@ def test_why_no_cluster_meets_the_targets(
         (("--dataset", "random", "--max-workers", "1"), "at least 2 workers"),
         (("--dataset", "random", "--num-prompts", "0"), "num-prompts"),
         (("--dataset", "random", "--seed", "-1"), "seed must be at least 0"),
+        (("--dataset", "random", "--length-scale", "8"), "--length-scale is for a --trace"),
+        (("--trace", "t.csv", "--random-input-len", "5"), "--random-input-len is for --dataset random"),
         (("--dataset", "random", "--profile", "nowhere.json"), "can't be read"),
         (("--dataset", "random", "--acceptance", "1.5"), "acceptance must be from 0 to 1"),
         (("--dataset", "random", "--acceptance", "0.5"), "acceptance needs a --config with speculative_config"),
@@ -103,3 +105,12 @@ def test_what_makes_no_sense_is_said_in_one_line(
     err = capsys.readouterr().err.strip()
     assert complaint in err
     assert "\n" not in err
+
+
+def test_a_profile_beside_a_paced_one_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "cluster.yaml"
+    config.write_text("engine: paced\n")
+    assert tandem(monkeypatch, "--dataset", "random", "--config", str(config), "--profile", "nowhere.json") == 2
+    assert "--profile is not for engine: paced" in capsys.readouterr().err
