@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from collections.abc import Iterator, Mapping
@@ -94,6 +95,27 @@ def print_report(finished: Finished, console: Console) -> None:
         console.print(f"[yellow]warning:[/yellow] {finished.client.warning}", highlight=False)
 
 
+def check_file(path: Path, param: str) -> None:
+    """Raise InvalidRequestError, naming the flag, if no file can be written at `path`; before the run, not after it."""
+    try:
+        is_new = not os.path.lexists(path)
+        path.open("ab").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise _unwritable(path, error, param) from None
+
+
+def check_result(folder: Path, name: str | None) -> None:
+    """Make the folder that `save_json` writes to. Raises InvalidRequestError if it could write no file there."""
+    path = folder / (name or ".result.json")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(path.parent, error, "result_dir") from None
+    check_file(path, "result_dir")
+
+
 def save_json(finished: Finished, folder: Path, name: str | None) -> Path:
     """Write the result as JSON and return its path.
 
@@ -107,8 +129,12 @@ def save_json(finished: Finished, folder: Path, name: str | None) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result, allow_nan=False) + "\n")
     except OSError as error:
-        raise InvalidRequestError(f"{path}: can't be written: {error.strerror}", param="result_dir") from None
+        raise _unwritable(path, error, "result_dir") from None
     return path
+
+
+def _unwritable(path: Path, error: OSError, param: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{path}: can't be written: {error.strerror}", param=param)
 
 
 def _totals(finished: Finished) -> Table:

@@ -37,6 +37,8 @@ def bench(options: BenchOptions, results: ResultOptions) -> None:
     """Put load on a server that speaks OpenAI's API, and measure: throughput, latencies, goodput."""
     if results.plot is not None:
         plots.check_plot(results.plot)
+    if results.save_result:
+        report.check_result(results.result_dir, results.result_filename)
     console = Console()
     with report.display(Console(stderr=True)) as display:
         finished = asyncio.run(load_test.run_bench(options, display.report, display.started, display.done))

@@ -62,6 +62,26 @@ def test_results_are_kept_where_nobody_reads_them(monkeypatch: pytest.MonkeyPatc
     assert json.loads(saved.read_text())["completed"] == 1
 
 
+def test_what_can_not_be_written_is_found_before_the_run(
+    monkeypatch: pytest.MonkeyPatch, asked: list[BenchOptions], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, new = tmp_path / "file", tmp_path / "new"
+    file.write_text("precious")
+    for flags in (
+        ("--save-result", "--result-dir", str(file)),
+        ("--save-result", "--result-dir", str(tmp_path), "--result-filename", "."),
+        ("--plot", str(tmp_path / "none" / "x.png")),
+    ):
+        assert run(monkeypatch, *flags) == 2
+        assert "can't be written" in capsys.readouterr().err
+    assert not asked
+    run(monkeypatch, "--save-result", "--result-dir", str(new), "--plot", str(tmp_path / "x.png"))
+    run(monkeypatch, "--save-result", "--result-dir", str(tmp_path), "--result-filename", "file")
+    assert len(asked) == 2
+    assert file.read_text() == "precious"
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "new"], "trying leaves no file behind"
+
+
 def test_flags_of_vllm(monkeypatch: pytest.MonkeyPatch, asked: list[BenchOptions]) -> None:
     flags = "--goodput ttft:500 tpot:50 --request-rate inf --max-concurrency 4 --percentile-metrics ttft,itl"
     assert (

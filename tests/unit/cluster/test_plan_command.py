@@ -63,7 +63,7 @@ def test_a_plan_for_the_configuration(
 @pytest.mark.parametrize(
     ("prompt", "slo", "why"),
     [
-        ("1000000", "ttft:1e12", "a request is refused: prompt (1000000) and answer (4) exceed decode.kv_cache_tokens (65536)"),
+        ("70000", "ttft:1e12", "a request is refused: prompt (70000) and answer (4) exceed decode.kv_cache_tokens (65536)"),
         ("100", "ttft:1", "a request alone is too slow for it"),
     ],
 )
@@ -93,6 +93,7 @@ def test_why_no_cluster_meets_the_targets(
         (("--dataset", "random", "--seed", "-1"), "seed must be at least 0"),
         (("--dataset", "random", "--length-scale", "8"), "--length-scale is for a --trace"),
         (("--trace", "t.csv", "--random-input-len", "5"), "--random-input-len is for --dataset random"),
+        (("--dataset", "random", "--max-workers", "1", "--plot", "/nonexistent/x.png"), "x.png: can't be written"),
         (("--dataset", "random", "--profile", "nowhere.json"), "can't be read"),
         (("--dataset", "random", "--acceptance", "1.5"), "acceptance must be from 0 to 1"),
         (("--dataset", "random", "--acceptance", "0.5"), "acceptance needs a --config with speculative_config"),
