@@ -27,6 +27,8 @@ NAMES = ("random", "sharegpt", *TRACES, "text", "copy")
 
 _BLOCK_TOKENS = 512
 """Tokens in a block of Mooncake's traces."""
+_MOST_TOKENS = 100_000_000
+"""Longest prompt or answer of a trace: prompts are made in memory."""
 _AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
@@ -143,10 +145,11 @@ def azure_rows(path: Path) -> list[TraceRow]:
             # Python reads microseconds; the files have a digit more.
             at = datetime.fromisoformat(values["TIMESTAMP"][:26])
             lengths = int(values["ContextTokens"]), int(values["GeneratedTokens"])
+            begin = at if begin is None else begin
+            arrival_s = (at - begin).total_seconds()  # a TypeError where one row has a time zone, and the other none
         except (TypeError, ValueError) as error:
             raise _bad(path, reader.line_num, str(error)) from None
-        begin = at if begin is None else begin
-        rows.append(_row(path, reader.line_num, (at - begin).total_seconds(), *lengths))
+        rows.append(_row(path, reader.line_num, arrival_s, *lengths))
     return rows
 
 
@@ -164,7 +167,7 @@ def mooncake_rows(path: Path) -> list[TraceRow]:
             hash_ids = tuple(int(each) for each in values["hash_ids"])
             arrival_s = float(values["timestamp"]) / 1000
             lengths = int(values["input_length"]), int(values["output_length"])
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, OverflowError) as error:
             raise _bad(path, number, f"{type(error).__name__} {error}") from None
         if len(hash_ids) * _BLOCK_TOKENS < lengths[0]:
             raise _bad(path, number, f"{len(hash_ids)} blocks of {_BLOCK_TOKENS} don't cover {lengths[0]} tokens")
@@ -228,6 +231,8 @@ def _sample(filler: Filler, units: Sequence[Unit], output_len: int, arrival_s: f
 
 
 def _row(path: Path, line: int, arrival_s: float, input_len: int, output_len: int, hash_ids: tuple[int, ...] = ()) -> TraceRow:
+    if max(input_len, output_len) > _MOST_TOKENS:
+        raise _bad(path, line, f"a length is over {_MOST_TOKENS} tokens")
     if input_len < 0 or output_len < 0 or not math.isfinite(arrival_s) or any(each < 0 for each in hash_ids):
         raise _bad(path, line, "lengths and hashes must not be negative, nor times infinite")
     return TraceRow(arrival_s=arrival_s, input_len=input_len, output_len=output_len, hash_ids=hash_ids)

@@ -53,8 +53,11 @@ def parse_percentiles(text: str) -> tuple[float, ...]:
     return values
 
 
-def parse_goodput(parts: Sequence[str]) -> dict[str, float]:
-    """Read limits in milliseconds, such as `["ttft:500", "tpot:50"]`, by metric. Raises InvalidRequestError."""
+def parse_goodput(parts: Sequence[str], *, flag: str = "goodput", metrics: Sequence[str] = GOALS) -> dict[str, float]:
+    """Read limits in milliseconds, such as `["ttft:500", "tpot:50"]`, by metric of `metrics`.
+
+    Raises InvalidRequestError, naming the flag.
+    """
     limits: dict[str, float] = {}
     for part in parts:
         name, _, text = part.partition(":")
@@ -62,11 +65,10 @@ def parse_goodput(parts: Sequence[str]) -> dict[str, float]:
             limit = float(text)
         except ValueError:
             limit = math.nan
-        if name not in GOALS or not limit > 0 or name in limits:
+        if name not in metrics or not limit > 0 or name in limits:
             raise InvalidRequestError(
-                f"goodput takes METRIC:MILLISECONDS, such as ttft:500 tpot:50, each of {', '.join(GOALS)} once; "
-                f"got {part!r:.40}",
-                param="goodput",
+                f"{flag} takes METRIC:MILLISECONDS, such as ttft:500, each of {', '.join(metrics)} once; got {part!r:.40}",
+                param=flag,
             )
         limits[name] = limit
     return limits

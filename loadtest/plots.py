@@ -10,6 +10,7 @@ import numpy as np
 
 from loadtest.bench import Finished
 from loadtest.metrics import values_of
+from loadtest.report import check_file
 from protocol.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ def check_plot(path: Path) -> None:
         import matplotlib  # noqa: F401
     except ImportError:
         raise InvalidRequestError("plot needs matplotlib: .venv/bin/pip install --editable '.[plot]'", param="plot") from None
+    check_file(path, "plot")
 
 
 def plot(finished: Finished, path: Path) -> None:

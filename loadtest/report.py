@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from collections.abc import Iterator, Mapping
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -84,13 +86,34 @@ def print_report(finished: Finished, console: Console) -> None:
         for column in ("stage", "mean ms", "p99 ms", "share"):
             stages.add_column(column, justify="left" if column == "stage" else "right")
         for stage, values in finished.stages.items():
-            stages.add_row(stage, f"{values['mean_ms']:.2f}", f"{values['p99_ms']:.2f}", f"{values['share']:.1%}")
+            stages.add_row(escape(stage), f"{values['mean_ms']:.2f}", f"{values['p99_ms']:.2f}", f"{values['share']:.1%}")
         console.print(stages)
     errors = [record.error for record in finished.records if record.error is not None]
     for error in list(dict.fromkeys(errors))[:5]:
-        console.print(f"[red]failed {errors.count(error)} times:[/red]", error, markup=True, highlight=False)
+        console.print(f"[red]failed {errors.count(error)} times:[/red]", escape(error), highlight=False)
     if finished.client.warning is not None:
         console.print(f"[yellow]warning:[/yellow] {finished.client.warning}", highlight=False)
+
+
+def check_file(path: Path, param: str) -> None:
+    """Raise InvalidRequestError, naming the flag, if no file can be written at `path`; before the run, not after it."""
+    try:
+        is_new = not os.path.lexists(path)
+        path.open("ab").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise _unwritable(path, error, param) from None
+
+
+def check_result(folder: Path, name: str | None) -> None:
+    """Make the folder that `save_json` writes to. Raises InvalidRequestError if it could write no file there."""
+    path = folder / (name or ".result.json")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(path.parent, error, "result_dir") from None
+    check_file(path, "result_dir")
 
 
 def save_json(finished: Finished, folder: Path, name: str | None) -> Path:
@@ -106,13 +129,17 @@ def save_json(finished: Finished, folder: Path, name: str | None) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result, allow_nan=False) + "\n")
     except OSError as error:
-        raise InvalidRequestError(f"{path}: can't be written: {error.strerror}", param="result_dir") from None
+        raise _unwritable(path, error, "result_dir") from None
     return path
+
+
+def _unwritable(path: Path, error: OSError, param: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{path}: can't be written: {error.strerror}", param=param)
 
 
 def _totals(finished: Finished) -> Table:
     options, figures = finished.options, finished.figures
-    table = Table(title=f"{finished.model} at {options.url}", title_justify="left", show_header=False)
+    table = Table(title=escape(f"{finished.model} at {options.url}"), title_justify="left", show_header=False)
     table.add_column()
     table.add_column(justify="right")
     rows = {

@@ -21,6 +21,8 @@ ATTAINMENT = 0.9
 _PRECISION = 1.02
 """The search ends when the lowest bad rate is at most this many times the highest good one."""
 _FIRST_RATE, _RATE_BOUNDS = 1.0, (1e-3, 1e5)
+_LONELY_RATE = 1e-6
+"""Requests per second at which each is alone in the cluster."""
 
 METRICS: Mapping[str, Callable[[Request], float]] = {
     "ttft": lambda request: request.ttft_s,
@@ -31,14 +33,13 @@ METRICS: Mapping[str, Callable[[Request], float]] = {
 
 @dataclass(frozen=True)
 class Targets:
-    """Limits in milliseconds by metric. Raises InvalidRequestError for metrics that a simulation doesn't have."""
+    """Limits in milliseconds by metric of METRICS."""
 
     limits_ms: Mapping[str, float]
 
     def __post_init__(self) -> None:
-        unknown = set(self.limits_ms) - set(METRICS)
-        if unknown or not self.limits_ms:
-            raise InvalidRequestError(f"slo takes limits of {', '.join(METRICS)}, such as ttft:500,tpot:50", param="slo")
+        assert self.limits_ms, "there is something to meet"
+        assert self.limits_ms.keys() <= METRICS.keys(), "a simulation has these metrics"
 
     def met_by(self, request: Request) -> bool:
         """Tell whether the request was answered within all limits."""
@@ -65,6 +66,13 @@ def goodput(workload: Workload, shape: Shape, config: ClusterConfig, profile: Pr
         middle = (low * high) ** 0.5
         low, high = (middle, high) if good(middle) else (low, middle)
     return low
+
+
+def refusal(workload: Workload, shape: Shape, config: ClusterConfig, profile: Profile) -> str | None:
+    """Why a request is refused though it is alone, if more are than targets allow for; None if they are not."""
+    ended = simulate(workload.at_rate(_LONELY_RATE), shape, config, profile)
+    errors = [request.error for request in ended if request.error is not None]
+    return errors[0] if (len(ended) - len(errors)) / len(ended) < ATTAINMENT else None
 
 
 def _bracket(good: Callable[[float], bool]) -> tuple[float, float]:
@@ -104,6 +112,8 @@ class Planned:
     shape: Shape
     goodput: float
     """Highest rate that meets the limits, in requests per second."""
+    refusal: str | None = None
+    """Why it is 0, if that is because requests are refused even alone."""
 
     @property
     def per_worker(self) -> float:
@@ -122,7 +132,8 @@ def plan(
     """The goodput of every shape that the configuration allows. `on_planned` is told of each when it is known."""
     found = []
     for shape in shapes(max_workers, colocated=config.disaggregation == "never"):
-        planned = Planned(shape, goodput(workload, shape, config, profile, targets))
+        rate = goodput(workload, shape, config, profile, targets)
+        planned = Planned(shape, rate, None if rate else refusal(workload, shape, config, profile))
         found.append(planned)
         on_planned(planned)
     return found

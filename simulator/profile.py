@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -23,6 +23,10 @@ LAPTOP = Path(__file__).with_name("laptop.json")
 """Profile of the default model on 2 cores, with one worker of each role and one thread each."""
 LAPTOP_TOKEN_BYTES = 30 * 2 * 3 * 64 * 2
 """Bytes of one token's KV in the model that `LAPTOP` was measured with: SmolLM2-135M in bfloat16."""
+_MOST_S = 86_400.0
+"""Longest time in a profile, in seconds. Sums of longer ones may be more than a float holds."""
+_Seconds = Annotated[float, Field(ge=0, le=_MOST_S)]
+_Factor = Annotated[float, Field(gt=0, le=1000)]
 
 
 class _Part(BaseModel):
@@ -32,26 +36,26 @@ class _Part(BaseModel):
 class Overheads(_Part):
     """Seconds that pass outside of the engines."""
 
-    request_s: float = Field(ge=0)
+    request_s: _Seconds
     """HTTP, tokens, text: from a request's arrival until it looks for room, and from its first token to the client."""
-    message_s: float = Field(ge=0)
+    message_s: _Seconds
     """Time of one message between a router and a worker."""
-    handoff_s: float = Field(ge=0)
+    handoff_s: _Seconds
     """From the first token until decode may begin, for a prompt without tokens: the part that does not depend on its length."""
-    handoff_token_s: float = Field(ge=0)
+    handoff_token_s: _Seconds
     """The same for each token of a prompt's last chunk; earlier chunks are sent while the next is computed."""
-    step_s: float = Field(ge=0)
+    step_s: _Seconds
     """Between two steps of a worker."""
-    output_s: float = Field(ge=0)
+    output_s: _Seconds
     """Between two steps of a decode worker, for each token that the step made."""
 
 
 class Slowdown(_Part):
     """Factors on a role's measured step times in a cluster whose processes share the engines' cores."""
 
-    alone: float = Field(default=1.0, gt=0)
+    alone: _Factor = 1.0
     """Factor while no worker of the other role computes."""
-    beside: float = Field(default=1.0, gt=0)
+    beside: _Factor = 1.0
     """Factor while all workers of the other role compute."""
 
     def at(self, busy: float) -> float:
@@ -78,16 +82,27 @@ class Profile(StepTimes):
 
     @classmethod
     def load(cls, path: Path) -> Profile:
-        """Read a profile from a JSON file. Raises InvalidRequestError if it can't be read, or lacks one of the roles."""
+        """Read a profile from a JSON file. Raises InvalidRequestError if it can't be read or used."""
         try:
             profile = cls.model_validate(json.loads(path.read_text(encoding="utf-8")))
         except OSError as error:
             raise InvalidRequestError(f"{path}: can't be read: {error.strerror}", param="profile") from None
         except (ValueError, ValidationError) as error:
             raise InvalidRequestError(f"{path}: this is no profile: {' '.join(str(error).split())}", param="profile") from None
-        if not any(point.start == 0 for point in profile.prefill) or not profile.decode:
-            raise InvalidRequestError(f"{path}: no chunk at a prompt's beginning, or no decode step", param="profile")
+        if (problem := profile._problem()) is not None:
+            raise InvalidRequestError(f"{path}: {problem}", param="profile")
         return profile
+
+    def _problem(self) -> str | None:
+        """Why no line goes through the measured points; None if lines do."""
+        chunks = [(point.tokens, point.start) for point in self.prefill]
+        streams = [(point.batch, point.context) for point in self.decode]
+        if len(set(chunks)) < len(chunks) or len(set(streams)) < len(streams):
+            return "a step stands there twice"
+        if not any(start == 0 for _, start in chunks) or not streams:
+            return "no chunk at a prompt's beginning, or no decode step"
+        longest_s = max(*(point.seconds for point in self.prefill), *(point.seconds for point in self.decode))
+        return f"a step of {longest_s:g} s; the longest is {_MOST_S:g} s" if longest_s > _MOST_S else None
 
     @classmethod
     def of_machine(cls, prefill: MachineProfile, decode: MachineProfile) -> Profile | None:

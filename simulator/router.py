@@ -95,12 +95,16 @@ class Router:
 
     def arrive(self, request: Request) -> None:
         """Take a request that a client sends now."""
+        num_tokens, max_tokens = len(request.token_ids), request.output_len
         decode, prefill = next(iter(self._decodes.values())), next(iter(self._prefills.values()), None)
-        fits = decode.fits(len(request.token_ids), request.output_len)
-        if fits and (prefill is None or prefill.fits(len(request.token_ids))):
-            self._clock.after(self._site.profile.overheads.request_s, self._enter, request)
+        if not decode.fits(num_tokens, max_tokens):
+            room = self._config.decode.kv_cache_tokens
+            self._refuse(request, f"prompt ({num_tokens}) and answer ({max_tokens}) exceed decode.kv_cache_tokens ({room})")
+        elif prefill is not None and not prefill.fits(num_tokens):
+            room = self._config.prefill.kv_cache_tokens
+            self._refuse(request, f"the prompt ({num_tokens}) exceeds prefill.kv_cache_tokens ({room})")
         else:
-            self._refuse(request, "larger than a worker's pool")
+            self._clock.after(self._site.profile.overheads.request_s, self._enter, request)
 
     def report(self, report: LoadReport) -> None:
         """Take a worker's load report."""

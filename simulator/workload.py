@@ -39,9 +39,10 @@ class Workload:
 
     @property
     def own_rate(self) -> float | None:
-        """Requests per second of the trace; None without times."""
-        last = self.samples[-1].arrival_s
-        return len(self.samples) / last if last else None
+        """Requests per second from the first to the last time in the trace; None if it has no two times."""
+        times = [sample.arrival_s for sample in self.samples if sample.arrival_s is not None]
+        span_s = max(times) - min(times) if times else 0.0
+        return len(times) / span_s if span_s else None
 
     def begin_alike(self, num_tokens: int) -> bool:
         """Tell whether some prompts have their first `num_tokens` in common, so that it matters what workers have cached."""

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from cluster.commands.lib.http_client import ApiClient
 from cluster.commands.lib.options import DEFAULT_URL, ApiKey, Url
@@ -96,7 +97,7 @@ def answer_pieces(events: Iterator[dict[str, Any]], timing: Timing) -> Iterator[
 
 def converse(client: ApiClient, conversation: Conversation, console: Console) -> None:
     """Read a line, ask the model, print its answer, until /exit or the end of input."""
-    console.print(f"[bold]{conversation.model}[/bold]. {HELP}", highlight=False)
+    console.print(f"[bold]{escape(conversation.model)}[/bold]. {HELP}", highlight=False)
     while True:
         try:
             text = console.input("[bold cyan]> [/bold cyan]").strip()
@@ -150,7 +151,7 @@ def _turn(client: ApiClient, conversation: Conversation, text: str, console: Con
     except KeyboardInterrupt:
         console.print(" [dim](stopped)[/dim]", end="")
     except TandemError as error:
-        console.print(f"[red]{error.message}[/red]", highlight=False)
+        console.print(f"[red]{escape(error.message)}[/red]", highlight=False)
     console.print(f"\n[dim]{timing.summary(time.monotonic())}[/dim]", highlight=False)
     if said:
         conversation.keep(text, "".join(said))

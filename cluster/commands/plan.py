@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -45,8 +45,15 @@ class PlanOptions:
     def __post_init__(self) -> None:
         if (self.trace is None) == (self.dataset is None):
             raise InvalidRequestError("give either --trace FILE or --dataset random", param="trace")
+        for each in fields(self):
+            is_idle = each.name.startswith("random_") if self.dataset is None else each.name == "length_scale"
+            if is_idle and getattr(self, each.name) != each.default:
+                others = "--dataset random" if self.dataset is None else "a --trace"
+                raise InvalidRequestError(f"--{each.name.replace('_', '-')} is for {others}", param=each.name)
         if self.rate is not None and not self.rate > 0:
             raise InvalidRequestError(f"rate must be over 0; got {self.rate:g}", param="rate")
+        if self.seed < 0:
+            raise InvalidRequestError(f"seed must be at least 0; got {self.seed}", param="seed")
         if self.acceptance is not None and not 0 <= self.acceptance <= 1:
             raise InvalidRequestError(f"acceptance must be from 0 to 1; got {self.acceptance:g}", param="acceptance")
 
@@ -79,7 +86,7 @@ def _planned(options: PlanOptions) -> tuple[Workload, Sequence[Planned], str]:
     from loadtest.metrics import parse_goodput
     from simulator import goodput
 
-    targets = goodput.Targets(parse_goodput(options.slo.split(",")))
+    targets = goodput.Targets(parse_goodput(options.slo.split(","), flag="slo", metrics=tuple(goodput.METRICS)))
     workload = _workload(options)
     profile, cluster, step_times = _step_times(load_config(options.config, {}), options.profile)
     if options.acceptance is not None:
@@ -113,6 +120,8 @@ def _step_times(config: ClusterConfig, path: Path | None) -> tuple[Profile, Clus
     from simulator.profile import LAPTOP, Profile
 
     if config.engine == "paced":
+        if path is not None:
+            raise InvalidRequestError("--profile is not for engine: paced, which has its paced_profile", param="profile")
         paced = load_paced_profile(config.paced_profile)
         return Profile.of_paced(paced), config, f"step times: {paced.name}"
     if path is not None:
@@ -155,14 +164,15 @@ def _print(planned: Sequence[Planned], rate: float | None, title: str, options: 
     for column in ("cluster", "workers", "goodput, requests/s", "per worker", ""):
         table.add_column(column, justify="right")
     for each in planned:
-        notes = [*(["best ratio"] if each is ratio else []), *(["enough"] if each is enough else [])]
+        notes = [*(["best ratio"] if each is ratio and each.goodput else []), *(["enough"] if each is enough else [])]
         table.add_row(
             str(each.shape), str(each.shape.workers), f"{each.goodput:.2f}", f"{each.per_worker:.2f}", ", ".join(notes)
         )
     console = Console()
     console.print(table)
     if not ratio.goodput:
-        console.print(f"no cluster meets {options.slo} at any rate: a request alone is too slow for it")
+        why = "a request alone is too slow for it" if ratio.refusal is None else f"a request is refused: {ratio.refusal}"
+        console.print(f"no cluster meets {options.slo} at any rate: {why}", soft_wrap=True, highlight=False)
     elif rate is not None:
         wanted = f"{rate:.3g} requests/s"
         few = f"{options.max_workers} workers are too few for {wanted}"

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
 from cluster.commands import cli
 from loadtest import bench
 from loadtest.options import BenchOptions
+from loadtest.records import RequestRecord
+from loadtest.runner import ClientHealth, RunResult
+from loadtest.server import Target
 from protocol.errors import UnavailableError
 
 
@@ -32,6 +38,48 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[BenchOptions]:
 
     monkeypatch.setattr(bench, "run_bench", run_bench)
     return seen
+
+
+@pytest.fixture
+def finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of one request is over at once."""
+
+    async def run_bench(options: BenchOptions, *callbacks: object) -> bench.Finished:
+        target = Target("completions", "/v1/completions", "small", ignore_eos=False, include_times=False, timeout_s=1.0)
+        record = RequestRecord(0, 8, 4, 0.0, ttft=0.1, e2el=0.1, completion_tokens=1)
+        return bench.Finished(options, target, "tokens", RunResult([record], 1.0, ClientHealth(0.0, 0.0, 0.1)))
+
+    monkeypatch.setattr(bench, "run_bench", run_bench)
+
+
+@pytest.mark.usefixtures("finished")
+def test_results_are_kept_where_nobody_reads_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with suppress(OSError), Path("/dev/full").open("w") as nobody:
+        monkeypatch.setattr(sys, "stdout", nobody)
+        monkeypatch.setattr(sys, "argv", ["tandem", "bench", "--save-result", "--result-dir", str(tmp_path / "new")])
+        cli.main()
+    [saved] = (tmp_path / "new").iterdir()
+    assert json.loads(saved.read_text())["completed"] == 1
+
+
+def test_what_can_not_be_written_is_found_before_the_run(
+    monkeypatch: pytest.MonkeyPatch, asked: list[BenchOptions], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, new = tmp_path / "file", tmp_path / "new"
+    file.write_text("precious")
+    for flags in (
+        ("--save-result", "--result-dir", str(file)),
+        ("--save-result", "--result-dir", str(tmp_path), "--result-filename", "."),
+        ("--plot", str(tmp_path / "none" / "x.png")),
+    ):
+        assert run(monkeypatch, *flags) == 2
+        assert "can't be written" in capsys.readouterr().err
+    assert not asked
+    run(monkeypatch, "--save-result", "--result-dir", str(new), "--plot", str(tmp_path / "x.png"))
+    run(monkeypatch, "--save-result", "--result-dir", str(tmp_path), "--result-filename", "file")
+    assert len(asked) == 2
+    assert file.read_text() == "precious"
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "new"], "trying leaves no file behind"
 
 
 def test_flags_of_vllm(monkeypatch: pytest.MonkeyPatch, asked: list[BenchOptions]) -> None:
@@ -82,6 +130,8 @@ def test_urls_and_keys_from_the_environment(monkeypatch: pytest.MonkeyPatch, ask
         ("--goodput ttft", "METRIC:MILLISECONDS"),
         ("--dataset-name azure", "--dataset-path"),
         ("--plot x.pdf", ".png"),
+        ("--result-filename x.json", "--result-filename needs --save-result"),
+        ("--result-dir x", "--result-dir needs --save-result"),
         ("--percentile-metrics tt", "ttft"),
         ("--multi-turn", "--backend chat"),
         ("--system-prompt-len 5", "--multi-turn"),

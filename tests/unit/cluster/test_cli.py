@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import socket
 import threading
@@ -12,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from cluster.commands import cli
-from cluster.commands.chat import Conversation, Timing, answer_pieces
+from cluster.commands.chat import Conversation, Timing, answer_pieces, converse
 from cluster.commands.lib.foreground import changes, greeting
 from cluster.commands.lib.http_client import ApiClient
 from cluster.commands.lib.tables import print_status
@@ -241,6 +243,7 @@ class _Server(BaseHTTPRequestHandler):
     def _answer(self) -> None:
         status, body = {
             "/full": (429, json.dumps({"error": {"message": "all full", "type": "x", "param": None, "code": "overloaded"}})),
+            "/brackets/v1/chat/completions": (404, json.dumps({"error": {"message": "no [/INST] here", "code": "x"}})),
             "/page": (200, "<html>"),
             "/broken": (502, "Bad Gateway"),
             "/stream": (200, 'data: {"choices": []}\n\ndata: {"error": {"message": "lost", "code": "worker_lost"}}\n\n'),
@@ -285,6 +288,15 @@ def test_streams_end_with_done_or_with_their_error(api: ApiClient) -> None:
     assert next(events) == {"choices": []}
     with pytest.raises(UnavailableError, match="lost"):
         next(events)
+
+
+def test_a_conversation_prints_what_others_say_as_it_is(api_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hi\n/exit\n"))
+    console = Console(record=True, width=120, file=io.StringIO())
+    converse(ApiClient(f"{api_url}/brackets", None), Conversation("mine[/x]"), console)
+    text = console.export_text()
+    assert "mine[/x]. /exit leaves" in text
+    assert "no [/INST] here" in text
 
 
 @pytest.mark.parametrize(

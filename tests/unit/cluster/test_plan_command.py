@@ -61,13 +61,39 @@ def test_a_plan_for_the_configuration(
 
 
 @pytest.mark.parametrize(
+    ("prompt", "slo", "why"),
+    [
+        ("70000", "ttft:1e12", "a request is refused: prompt (70000) and answer (4) exceed decode.kv_cache_tokens (65536)"),
+        ("100", "ttft:1", "a request alone is too slow for it"),
+    ],
+)
+def test_why_no_cluster_meets_the_targets(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], prompt: str, slo: str, why: str
+) -> None:
+    lengths = ("--random-input-len", prompt, "--random-output-len", "4", "--num-prompts", "2", "--max-workers", "2")
+    assert tandem(monkeypatch, "--dataset", "random", *lengths, "--slo", slo) == 0
+    out = capsys.readouterr().out
+    assert f"no cluster meets {slo} at any rate: {why}\n" in out
+    assert "best ratio" not in out
+
+
+@pytest.mark.parametrize(
     ("words", "complaint"),
     [
         ((), "--trace FILE or --dataset random"),
         (("--dataset", "random", "--rate", "0"), "rate must be over 0"),
-        (("--dataset", "random", "--slo", "itl:5"), "such as ttft:500"),
+        (
+            ("--dataset", "random", "--slo", "ttst:5"),
+            "slo takes METRIC:MILLISECONDS, such as ttft:500, each of ttft, tpot, e2el",
+        ),
+        (("--dataset", "random", "--slo", "ttft:nan"), "got 'ttft:nan'"),
+        (("--dataset", "random", "--slo", ""), "slo takes METRIC:MILLISECONDS"),
         (("--dataset", "random", "--max-workers", "1"), "at least 2 workers"),
         (("--dataset", "random", "--num-prompts", "0"), "num-prompts"),
+        (("--dataset", "random", "--seed", "-1"), "seed must be at least 0"),
+        (("--dataset", "random", "--length-scale", "8"), "--length-scale is for a --trace"),
+        (("--trace", "t.csv", "--random-input-len", "5"), "--random-input-len is for --dataset random"),
+        (("--dataset", "random", "--max-workers", "1", "--plot", "/nonexistent/x.png"), "x.png: can't be written"),
         (("--dataset", "random", "--profile", "nowhere.json"), "can't be read"),
         (("--dataset", "random", "--acceptance", "1.5"), "acceptance must be from 0 to 1"),
         (("--dataset", "random", "--acceptance", "0.5"), "acceptance needs a --config with speculative_config"),
@@ -80,3 +106,12 @@ def test_what_makes_no_sense_is_said_in_one_line(
     err = capsys.readouterr().err.strip()
     assert complaint in err
     assert "\n" not in err
+
+
+def test_a_profile_beside_a_paced_one_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "cluster.yaml"
+    config.write_text("engine: paced\n")
+    assert tandem(monkeypatch, "--dataset", "random", "--config", str(config), "--profile", "nowhere.json") == 2
+    assert "--profile is not for engine: paced" in capsys.readouterr().err

@@ -118,6 +118,11 @@ def test_azure_files(tmp_path: Path) -> None:
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,5,x\n")
     with pytest.raises(InvalidRequestError, match=r"trace.csv, line 2: .*'x'"):
         azure_rows(path)
+    path.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,3,1\n2023-11-16 18:17:09+00:00,396,10\n"
+    )
+    with pytest.raises(InvalidRequestError, match=r"line 3: .*offset-naive"):
+        azure_rows(path)
     path.write_text("a,b\n")
     with pytest.raises(InvalidRequestError, match="columns"):
         azure_rows(path)
@@ -131,6 +136,7 @@ def test_mooncake_files(tmp_path: Path) -> None:
     path.write_text(json.dumps(row) + "\n\n")
     assert mooncake_rows(path) == [TraceRow(1.5, 600, 50, (3, 9))]
     bad = [row | {"hash_ids": [3]}, row | {"timestamp": "soon"}, row | {"hash_ids": [3, -9]}, {"timestamp": 0}]
+    bad += [row | {"hash_ids": [math.inf]}, row | {"input_length": math.inf}, row | {"output_length": 10**400}]
     for each in bad:
         path.write_text(json.dumps(row) + "\n" + json.dumps(each) + "\n")
         with pytest.raises(InvalidRequestError, match="line 2") as error:

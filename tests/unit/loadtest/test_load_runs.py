@@ -196,6 +196,17 @@ def test_what_is_said_saved_and_drawn(tmp_path: Path) -> None:
         plots.check_plot(tmp_path / "plot.pdf")
 
 
+def test_what_others_say_is_printed_as_it_is() -> None:
+    finished = bench(OpenAiServer(owned_by="tandem"), model="mine[/x]")
+    finished.stages = {"[/queue]": finished.stages["queue"]}
+    first, second, *_ = finished.records
+    first.error, second.error = "bad [/INST] token", "[ssl: x] no handshake"
+    console = Console(record=True, width=120)
+    report.print_report(finished, console)
+    text = console.export_text()
+    assert all(words in text for words in ("mine[/x] at http", "[/queue]", first.error, second.error))
+
+
 def test_a_client_that_is_the_bottleneck_says_so() -> None:
     assert ClientHealth(0.001, 0.002, 0.3).warning is None
     assert "bottleneck" in str(ClientHealth(0.02, 0.0, 1.0).warning)

@@ -16,9 +16,9 @@ from configs.step_times import Line
 from loadtest.datasets import Lengths, TraceRow
 from protocol.errors import InvalidRequestError
 from simulator.cluster import Shape
-from simulator.goodput import Planned, Targets, best_ratio, goodput, shapes, smallest_for
+from simulator.goodput import Planned, Targets, best_ratio, goodput, refusal, shapes, smallest_for
 from simulator.profile import LAPTOP, Profile, Slowdown, Slowdowns
-from simulator.workload import block_requests, random_workload, trace_workload
+from simulator.workload import Workload, block_requests, random_workload, trace_workload
 
 
 def test_goodput_grows_with_the_pool_that_was_short_and_with_looser_limits() -> None:
@@ -44,10 +44,14 @@ def test_a_plan_asks_what_is_cached_where_prompts_begin_alike() -> None:
     assert goodput(alike, Shape(2, 1), config, profile, targets) > goodput(own, Shape(2, 1), config, profile, targets)
 
 
-def test_targets_name_what_they_know() -> None:
-    for limits in ({}, {"itl": 5.0}):
-        with pytest.raises(InvalidRequestError, match="ttft, tpot, e2el"):
-            Targets(limits)
+def test_a_refusal_is_told_if_more_are_refused_than_may_miss() -> None:
+    profile, config = Profile.load(LAPTOP), load_config(None, {"disaggregation": "always"})
+    large, small = (random_workload(10, Lengths(num_tokens, 4, 0.0, 0), 0).samples for num_tokens in (70_000, 8))
+    told = [
+        refusal(Workload("mixed", [*large[:num], *small[num:]], 0), Shape(1, 1), config, profile) is not None
+        for num in range(3)
+    ]
+    assert told == [False, False, True]
 
 
 @given(st.integers(2, 9))
@@ -124,7 +128,16 @@ def test_a_bad_profile_says_where_it_is_bad(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match="can't be read"):
         Profile.load(path)
     good = json.loads(LAPTOP.read_text())
-    for change, words in (({"decode": []}, "no decode step"), ({"prefill": [{"tokens": 0}]}, "prefill.0"), ({"x": 1}, "x")):
+    twice, long = good["decode"] + good["decode"][:1], [good["prefill"][0] | {"seconds": 1e308}]
+    for change, words in (
+        ({"decode": []}, "no decode step"),
+        ({"prefill": [{"tokens": 0}]}, "prefill.0"),
+        ({"x": 1}, "x"),
+        ({"decode": twice}, "a step stands there twice"),
+        ({"prefill": long}, r"a step of 1e\+308 s"),
+        ({"overheads": good["overheads"] | {"request_s": 1e308}}, "overheads.request_s"),
+        ({"slowdown": {"decode": {"beside": 1e308}}}, "slowdown.decode.beside"),
+    ):
         path.write_text(json.dumps(good | change))
         with pytest.raises(InvalidRequestError, match=words):
             Profile.load(path)
@@ -140,6 +153,17 @@ def test_traces_keep_their_lengths_and_times(tmp_path: Path) -> None:
     assert not workload.begin_alike(8)
     with pytest.raises(InvalidRequestError, match=r"Azure's \.csv"):
         trace_workload(tmp_path / "trace.txt", None, 1.0, 0)
+
+
+def test_a_traces_rate_is_that_of_the_part_that_is_taken(tmp_path: Path) -> None:
+    path = tmp_path / "late.jsonl"
+    row = {"input_length": 100, "output_length": 4, "hash_ids": [1]}
+    path.write_text("".join(json.dumps(row | {"timestamp": ms}) + "\n" for ms in (27_482_000, 27_484_000, 27_483_000)))
+    assert trace_workload(path, None, 1.0, 0).own_rate == pytest.approx(1.5)
+    assert trace_workload(path, 1, 1.0, 0).own_rate is None
+    path = tmp_path / "back.csv"
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:00:04.0,80,16\n2023-11-16 18:00:00.0,800,8\n")
+    assert trace_workload(path, None, 8.0, 0).own_rate == pytest.approx(0.5)
 
 
 def test_equal_blocks_of_a_trace_are_equal_tokens_and_no_answer_is_one() -> None:
