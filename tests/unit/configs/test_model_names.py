@@ -13,7 +13,7 @@ from configs.facts import WeightFormat
 from configs.models import is_here, list_models, resolve, resolve_for
 from configs.packaged import SMOLLM2
 from configs.schema import ClusterConfig
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, UnavailableError
 
 Files = Callable[..., Path]
 
@@ -75,8 +75,9 @@ def test_a_hub_model_in_the_cache(hub_cache: Path, make_directory: Files) -> Non
 
 
 def test_a_hub_model_that_cant_be_fetched(hub_cache: Path, make_directory: Files) -> None:
-    with pytest.raises(ConfigError, match="can't fetch org/absent from the Hugging Face hub"):
+    with pytest.raises(UnavailableError, match="can't fetch org/absent from the Hugging Face hub") as away:
         resolve("org/absent")
+    assert away.value.param == "model"
     folder = make_directory()
     (folder / "model.safetensors").unlink()
     put_into(hub_cache, "org/half", folder)
