@@ -77,8 +77,9 @@ def rollout(
     if give_up:
         abort(client)
     elif config is not None:
-        chosen = (300.0 if watch_s is None else watch_s, 20 if min_requests is None else min_requests)
-        try_config(client, config, parse_share(canary or "10%"), *chosen)
+        share = parse_share("10%" if canary is None else canary)
+        least = (300.0 if watch_s is None else watch_s, 20 if min_requests is None else min_requests)
+        try_config(client, config, share, *least)
     else:
         roll_out(client, room_s, wait_s)
 

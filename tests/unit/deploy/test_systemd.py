@@ -15,6 +15,7 @@ import pytest
 
 from cluster.commands import cli
 from cluster.commands.lib import foreground
+from cluster.commands.lib.interrupts import Interrupts
 from configs.loader import load_config
 from protocol.cluster_view import ClusterView
 from protocol.errors import ConfigError, TandemError, UnavailableError, WorkerLostError
@@ -145,7 +146,7 @@ def test_a_lost_cluster_is_started_again_and_a_mistake_is_not(
         yield Cluster()
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(foreground.Interrupts, "install", lambda _: None)
+    monkeypatch.setattr(Interrupts, "install", lambda _: None)
     monkeypatch.setattr(foreground, "check_own_http", lambda _: None)
     monkeypatch.setattr(foreground, "measured_profiles", lambda *_: {})
     monkeypatch.setattr(foreground, "running_cluster", running)
