@@ -32,7 +32,8 @@ def with_gpu_shares(config: ClusterConfig, nodes: Sequence[Resources]) -> Cluste
     """Return the configuration with a share of a GPU among each worker's resources, if nobody named GPUs there.
 
     It stays as it is with `device: cpu`. With `auto` it also does where the nodes have no GPUs, where no shares would make room
-    for the workers, and with a transport for processors. Raises ConfigError if `device` is cuda and there is no GPU.
+    for the workers, and with a transport for processors. Raises ConfigError if `device` is cuda and there is no GPU, and if
+    workers would compute on processors in a `dtype` for GPUs.
     """
     pools = [pool_of(config, role) for role in Role]
     if config.engine == "paced" or config.device == "cpu" or any("GPU" in pool.resources for pool in pools):
@@ -42,7 +43,7 @@ def with_gpu_shares(config: ClusterConfig, nodes: Sequence[Resources]) -> Cluste
         problem = "cuda needs a GPU, and there is none; if nodes with GPUs are to join, name GPU in the resources of both roles"
         raise ConfigError(f"device: {problem}", param="device")
     if config.device == "auto" and (not all_gpus or config.transport in _PROCESSOR_TRANSPORTS):
-        return config
+        return _on_processors(config)
     all_workers = _most_workers(config)
     on_each = 1 if _has_ranks(config) else ceil_div(all_workers, all_gpus)
     shared = _reserving(config, share(on_each))
@@ -50,11 +51,11 @@ def with_gpu_shares(config: ClusterConfig, nodes: Sequence[Resources]) -> Cluste
     while unplaceable(shared, nodes) is not None and on_each < all_workers and not _has_ranks(config):
         on_each += 1
         shared = _reserving(config, share(on_each))
-    return config if config.device == "auto" and unplaceable(shared, nodes) is not None else shared
+    return _on_processors(config) if config.device == "auto" and unplaceable(shared, nodes) is not None else shared
 
 
 def with_gpus_here(config: ClusterConfig) -> ClusterConfig:
-    """Return the configuration with shares of this machine's GPUs. Raises ConfigError if `device` is cuda and there is none."""
+    """Return the configuration with shares of this machine's GPUs. Raises ConfigError as `with_gpu_shares`."""
     gpus = num_gpus() or 0
     if gpus and not _torch_has_cuda():
         if config.device == "cuda":
@@ -78,6 +79,12 @@ def why_left_alone(config: ClusterConfig) -> str | None:
 def _has_ranks(config: ClusterConfig) -> bool:
     """Whether a worker may have several ranks."""
     return any(config.has_workers(role.value) and pool_of(config, role).tensor_parallel_size > 1 for role in Role)
+
+
+def _on_processors(config: ClusterConfig) -> ClusterConfig:
+    if config.dtype == "float16":
+        raise ConfigError("dtype: float16 is for GPUs, and workers compute on processors here: use auto", param="dtype")
+    return config
 
 
 def share(on_each: int) -> float:

@@ -91,7 +91,8 @@ class RunningCluster:
 def check_model(config: ClusterConfig) -> ModelFacts:
     """Return the model's facts, after fetching the model if need be.
 
-    Raises ConfigError if the model can't be served at all, or not with this configuration.
+    Raises ConfigError if the model can't be served at all, or not with this configuration; UnavailableError if it can't be
+    fetched now.
     """
     model = resolve_for(config)
     served_context(config, model.facts)
@@ -100,7 +101,7 @@ def check_model(config: ClusterConfig) -> ModelFacts:
 
 
 def check_keys(config: ClusterConfig) -> None:
-    """Raise ConfigError if the routers could not read the API keys, or if nobody would keep their rates."""
+    """Raise ConfigError if the routers could not read the API keys, UnavailableError if nobody would keep their rates now."""
     http = config.http
     if http.keys_file is not None:
         check_key_file(Path(http.keys_file), config.tiers, has_usage_log=config.telemetry.usage_log is not None)
@@ -109,7 +110,10 @@ def check_keys(config: ClusterConfig) -> None:
             with redis.Redis.from_url(http.redis_url, socket_timeout=_REDIS_S, socket_connect_timeout=_REDIS_S) as client:
                 client.ping()
         except (redis.RedisError, ValueError) as error:
-            raise ConfigError(f"http.redis_url: no Redis answers there: {error}", param="http.redis_url") from None
+            refused = isinstance(error, (redis.AuthenticationError, redis.exceptions.AuthorizationError))
+            away = isinstance(error, (redis.ConnectionError, redis.TimeoutError)) and not refused
+            problem = f"http.redis_url: no Redis answers there: {error}"
+            raise (UnavailableError if away else ConfigError)(problem, param="http.redis_url") from None
 
 
 def check_telemetry(config: ClusterConfig) -> None:
@@ -145,7 +149,7 @@ def running_cluster(config: ClusterConfig, facts: ModelFacts, address: str | Non
     `facts` are the model's, which has been checked.
 
     `address` is a Ray cluster to join, whose GPUs workers share; None starts a Ray instance of our own. Raises ConfigError for
-    whatever the operator can mend, UnavailableError when the cluster does not get ready in time.
+    whatever the operator can mend, UnavailableError when nobody answers at `address` or the cluster does not get ready in time.
     """
     if address is None:
         report("Ray")

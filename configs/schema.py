@@ -19,6 +19,8 @@ from configs.speculation.config import SpeculativeConfig, read_speculative
 MAX_ROUTERS = 64
 Positive = Annotated[int, Field(gt=0)]
 Text = Annotated[str, Field(min_length=1)]
+BearerKey = Annotated[Text, Field(pattern=r"^[!-~]([ -~]*[!-~])?$")]
+"""A key that a client can send in a header: printable ASCII, without a space at either end."""
 LocalPath = Annotated[Text, AfterValidator(lambda path: os.path.abspath(os.path.expanduser(path)))]
 """A path, made absolute where the configuration is read, since routers run in other directories."""
 HostName = Annotated[str, Field(pattern=r"^[^\s/:@*\[\]]+$|^\[[0-9A-Fa-f:.]+\]$"), AfterValidator(str.lower)]
@@ -60,9 +62,9 @@ class HttpConfig(_Section):
     max_body_bytes: Positive = 4 * 1024 * 1024
     max_body_bytes_in_flight: Positive = 64 * 1024 * 1024
     """Bytes of bodies of one tenant that one router has read and not yet worked on. More get a 429."""
-    admin_key: Text | None = None
+    admin_key: BearerKey | None = None
     """Bearer key for /admin. Without one, /admin is served on loopback addresses only."""
-    metrics_key: Text | None = None
+    metrics_key: BearerKey | None = None
     """Bearer key for /metrics, besides the operator's. Without one, a loopback address shows them to all of this machine."""
     keys_file: LocalPath | None = None
     """API keys, as `tandem keys` writes them. Without one, everybody who reaches a loopback address is served."""

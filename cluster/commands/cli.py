@@ -9,6 +9,8 @@ Exit codes:
 - 1: a bug, with its traceback, or an audit that found something.
 - 2: anything that the operator can mend, such as a flag, a file, a port, or a cluster that is not there. One line on stderr
   names it.
+- 3: of `tandem serve` alone: what it needs does not answer, the cluster did not come up in time, or it was lost. One line on
+  stderr says why. The next start may succeed, so systemd makes one.
 - 130: interrupted.
 """
 
@@ -20,6 +22,7 @@ from typing import Annotated
 import typer
 
 from cluster import __version__
+from cluster.commands.lib.exits import INTERRUPTED, MENDABLE, say
 from cluster.commands.lib.lazy_commands import lazy_group
 from protocol.errors import TandemError
 
@@ -78,15 +81,8 @@ def main() -> None:
     try:
         code = app(standalone_mode=False)
     except (TandemError, typer.TyperException) as error:
-        # Without arguments, the help has been printed and the error says nothing.
-        if text := _one_line(error):
-            print(f"tandem: {text}", file=sys.stderr)  # noqa: T201
-        code = 2
+        say(error)
+        code = MENDABLE
     except (KeyboardInterrupt, typer.Abort):
-        code = 130
+        code = INTERRUPTED
     sys.exit(code)
-
-
-def _one_line(error: TandemError | typer.TyperException) -> str:
-    text = error.message if isinstance(error, TandemError) else error.format_message()
-    return " ".join(text.split())

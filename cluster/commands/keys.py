@@ -59,6 +59,11 @@ def add(
     path, tiers = _file(loaded), loaded.tiers
     if tier not in tiers:
         raise ConfigError(f"there is no tier {tier!r}; the configuration has {', '.join(tiers)}", param="tier")
+    if "" in (model or ()):
+        raise ConfigError("model: name one, or leave --model out for all", param="model")
+    ends = None if expires is None else expires.replace(tzinfo=UTC)
+    if ends is not None and ends <= datetime.now(UTC):
+        raise ConfigError(f"expires: {ends:%Y-%m-%d %H:%M:%S} UTC is over", param="expires")
     values = {
         "tenant": tenant,
         "tier": tier,
@@ -68,7 +73,7 @@ def add(
         "max_running_requests": max_running_requests,
         "max_context": max_context,
         "models": tuple(model) if model else None,
-        "expires": None if expires is None else expires.replace(tzinfo=UTC),
+        "expires": ends,
     }
     note = _auditor(loaded)
     given = add_key(path, values)
@@ -79,15 +84,16 @@ def add(
 @keys.command("list")
 def show(keys_file: KeysFile = None, config: Config = None) -> None:
     """Show all keys, without their secrets."""
-    from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
+    from cluster.commands.lib.tables import table_console
     from router.access.keys import read_key_file
 
     path = _file(_config(keys_file, config))
     table = Table(box=None, pad_edge=False)
+    table.add_column("id", no_wrap=True)  # to be copied
     for title in (
-        "id",
         "tenant",
         "tier",
         "requests/min",
@@ -109,10 +115,11 @@ def show(keys_file: KeysFile = None, config: Config = None) -> None:
             key.max_context,
         ]
         cells = ["-" if limit is None else str(limit) for limit in limits]
-        table.add_row(key_id, key.tenant, key.tier, *cells, ", ".join(key.models or ["all"]), _state(key))
+        row = [key_id, key.tenant, key.tier, *cells, ", ".join(key.models or ["all"]), _state(key)]
+        table.add_row(*map(escape, row))
     for key_id, problem in sorted(file.skipped.items()):
-        table.add_row(key_id, *["-"] * 8, f"refused, the entry is wrong: {problem}")
-    Console(width=None, highlight=False).print(table)
+        table.add_row(escape(key_id), *["-"] * 8, escape(f"refused, the entry is wrong: {problem}"))
+    table_console().print(table)
 
 
 @keys.command()

@@ -8,8 +8,10 @@ from typing import Annotated, Any
 import typer
 
 from cluster.commands.lib.config_flags import ConfigFlags
+from cluster.commands.lib.exits import UNAVAILABLE, say
 from cluster.commands.lib.flag_groups import expand_flags
 from cluster.commands.lib.options import RayAddress
+from protocol.errors import UnavailableError
 
 
 @expand_flags
@@ -23,4 +25,8 @@ def serve(
     from cluster.commands.lib.foreground import serve_until_interrupted
     from configs.loader import load_config
 
-    serve_until_interrupted(load_config(config, overrides), address)
+    try:
+        serve_until_interrupted(load_config(config, overrides), address)
+    except UnavailableError as error:
+        say(error)
+        raise typer.Exit(UNAVAILABLE) from None

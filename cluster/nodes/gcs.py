@@ -119,7 +119,10 @@ class Gcs:
 
 
 def find_gcs(address: str) -> Gcs:
-    """Return the GCS of the Ray cluster at `address` (host:port, or `auto` on one of its nodes). Raises ConfigError."""
+    """Return the GCS of the Ray cluster at `address` (host:port, or `auto` on one of its nodes).
+
+    Raises ConfigError for what is no address, UnavailableError if nobody listens there.
+    """
     from ray._private.services import canonicalize_bootstrap_address_or_die
 
     if address != "auto":

@@ -23,7 +23,7 @@ from typing import Any
 import cluster
 from cluster.ray.leftovers import SCRATCH_PREFIX, TEMPORARY, claim, remove_leftovers
 from configs.machine import num_gpus, usable_cores
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, UnavailableError
 
 _OBJECT_STORE_BYTES = 128 * 1024 * 1024
 """Size of Ray's object store, near its minimum: nothing of ours goes through it."""
@@ -127,7 +127,10 @@ def local_ray() -> Iterator[None]:
 
 @contextmanager
 def joined_ray(address: str) -> Iterator[None]:
-    """Connect to the Ray cluster at `address` (host:port, or `auto` on one of its nodes). Raises ConfigError."""
+    """Connect to the Ray cluster at `address` (host:port, or `auto` on one of its nodes).
+
+    Raises UnavailableError if none answers there, ConfigError if it can't be joined.
+    """
     if address != "auto":
         check_reachable(address)
     client_environment()
@@ -138,8 +141,9 @@ def joined_ray(address: str) -> Iterator[None]:
         with _own_sigterm():
             ray.init(address=address, namespace="tandem", log_to_driver=False, configure_logging=False)
     except (ConnectionError, ValueError, RuntimeError, AuthenticationError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"no Ray cluster to join at {address}: {reason}", param="address") from None
+        problem = f"no Ray cluster to join at {address}: {str(error).strip().splitlines()[0]}"
+        kind = UnavailableError if isinstance(error, ConnectionError) else ConfigError
+        raise kind(problem, param="address") from None
     try:
         yield
     finally:
@@ -157,7 +161,7 @@ def client_environment() -> None:
 
 
 def check_reachable(address: str) -> None:
-    """Raise ConfigError if `address` is not host:port, or if nobody listens there."""
+    """Raise ConfigError if `address` is not host:port, UnavailableError if nobody listens there."""
     host, _, port = address.rpartition(":")
     # The resolver itself takes a port past 65535, modulo 65536, and may find somebody there.
     if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:
@@ -168,7 +172,7 @@ def check_reachable(address: str) -> None:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S):
             return
     except OSError as error:
-        raise ConfigError(f"no Ray cluster to join at {address}: {error}", param="address") from None
+        raise UnavailableError(f"no Ray cluster to join at {address}: {error}", param="address") from None
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from pathlib import Path
 from configs.fields import model_error
 from configs.model_files.hf_directory import CONFIG, GENERATION_CONFIG, weight_files_of
 from configs.model_files.hf_tokenizer import CHAT_TEMPLATE, TOKENIZER, TOKENIZER_CONFIG
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, UnavailableError, first_line
 
 _NEEDED = [CONFIG, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE]
 _WEIGHTS = ["model*.safetensors", "model.safetensors.index.json"]
@@ -28,7 +28,10 @@ class Snapshot:
 
 
 def fetch_snapshot(repo_id: str) -> Path:
-    """Return the directory of a model from the hub, downloaded if need be. Raises ConfigError if it can't be had."""
+    """Return the directory of a model from the hub, downloaded if need be.
+
+    Raises ConfigError if it can't be had, UnavailableError while the hub doesn't answer.
+    """
     import httpx  # these two take 0.3 s together, which only hub models pay
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
@@ -48,6 +51,7 @@ def fetch_snapshot(repo_id: str) -> Path:
         raise model_error(f"{repo_id} is no directory and can't be the id of a model on the Hugging Face hub") from None
     except LocalEntryNotFoundError:
         pass
+    failed = f"can't fetch {repo_id} from the Hugging Face hub, and no directory has this name"
     try:
         return Path(snapshot_download(repo_id, allow_patterns=patterns))
     except GatedRepoError:
@@ -56,9 +60,12 @@ def fetch_snapshot(repo_id: str) -> Path:
         reason = "the hub has no such model, or it is private: check the name and HF_TOKEN"
     except LocalEntryNotFoundError:
         reason = "the hub can't be reached and the cache doesn't have it whole: check the network"
+        raise UnavailableError(f"{failed}: {reason}", param="model") from None
     except (HfHubHTTPError, httpx.HTTPError, OSError) as error:
-        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}"
-    raise model_error(f"can't fetch {repo_id} from the Hugging Face hub, and no directory has this name: {reason}")
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        if isinstance(error, httpx.TransportError) or (isinstance(error, HfHubHTTPError) and error.response.is_server_error):
+            raise UnavailableError(f"{failed}: {reason}", param="model") from None
+    raise model_error(f"{failed}: {reason}")
 
 
 def _is_whole(folder: Path) -> bool:

@@ -23,6 +23,8 @@ _BPE_DEFAULTS: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("byte_fallback", (None, False)),
 )
 """Settings of the BPE model, and their values that leave plain byte-level BPE."""
+_MOST_IDS = 2**24
+"""Ids of a vocabulary are below this: each has a place in a list, whether or not there is a token."""
 
 
 def read_tokenizer(folder: Path) -> TokenizerFacts:
@@ -131,6 +133,8 @@ def _byte_level_bpe(tokenizer: Fields, added: list[dict[str, Any]]) -> ByteLevel
     if not isinstance(vocabulary, dict) or not all(type(token_id) is int and token_id >= 0 for token_id in vocabulary.values()):
         raise tokenizer.wrong("model", "a BPE model whose vocab is an object from token to id")
     ids = vocabulary | {token["content"]: token["id"] for token in added}
+    if max(ids.values(), default=0) >= _MOST_IDS:
+        raise model_error(f"{tokenizer.source}: an id is too large: they have to be below {_MOST_IDS}")
     tokens = [""] * (max(ids.values(), default=-1) + 1)
     for token, token_id in ids.items():
         tokens[token_id] = token

@@ -8,6 +8,7 @@ public figures. Each of these stands in it with its source, and `estimated` make
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -91,7 +92,7 @@ class PacedProfile(StepTimes):
 
 def profile_name(name: str) -> str:
     """Return a profile's name as it is the same for all processes: that of a built-in one, or an absolute path."""
-    return name if name in BUILT_IN else str(Path(name).expanduser().absolute())
+    return name if name in BUILT_IN else str(Path(os.path.expanduser(name)).absolute())
 
 
 def load_paced_profile(name: str) -> PacedProfile:

@@ -186,5 +186,5 @@ def check_watcher(http: HttpConfig, request: Request) -> None:
 
 def _has_key(request: Request, key: str) -> bool:
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    # Headers arrive as latin-1; the key may hold any character.
+    # Headers arrive as latin-1, and what a client sends may hold any character.
     return scheme.lower() == "bearer" and hmac.compare_digest(given.encode("latin-1"), key.encode())

@@ -13,8 +13,10 @@ up to which everything is on disk. What lies behind it is nobody's, until an app
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
+import stat
 import threading
 import time
 from collections.abc import Iterator
@@ -26,6 +28,8 @@ from protocol.errors import ConfigError
 _MODE = 0o600
 _LONGEST_LINE = 64 * 1024
 """Bytes; those of ours have some hundreds."""
+_BEGIN = b'{"id":'
+"""How each of them begins (`telemetry.usage.event`)."""
 _BLOCK = 64 * 1024
 _ENDING_S, _AGAIN_S = 5.0, 0.05
 """Seconds that a cluster which has just been killed may take to be gone, and until it is looked at again."""
@@ -56,8 +60,7 @@ class UsageLog:
             try:
                 rotated = rotated_files(path)
                 number = max(least_number, rotated[-1][0] + 1 if rotated else 1)
-                self._file = _opened(path)
-                size = _end_of_lines(self._file)
+                self._file, size = _opened(path)
                 os.ftruncate(self._file, size)
                 os.fsync(self._file)  # what is read from it now counts as being there
             except BaseException:
@@ -92,7 +95,7 @@ class UsageLog:
             with contextlib.suppress(FileNotFoundError):  # somebody has moved it
                 os.rename(self.path, aside)
             try:
-                self._file = _opened(self.path)
+                self._file, _ = _opened(self.path)
             except OSError:
                 with contextlib.suppress(FileNotFoundError):
                     os.rename(aside, self.path)
@@ -202,15 +205,25 @@ def _locked(path: Path, patience_s: float) -> int:
             return lock
 
 
-def _opened(path: Path) -> int:
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, _MODE)
+def _opened(path: Path) -> tuple[int, int]:
+    """A file of the log, made if there is none, and the offset behind its last end of a line.
+
+    Raises OSError, and changes nothing, if it is not a file of a usage log.
+    """
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, _MODE)
     try:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise OSError(errno.EINVAL, "it is no file")
+        size, left = _end_of_lines(file)
+        if not _cut_line(left):
+            problem = "its end is no beginning of a line of a usage log, so it may be another file; nothing is cut off"
+            raise OSError(errno.EINVAL, problem)
         os.fchmod(file, _MODE)
         _sync_folder(path)
     except OSError:
         os.close(file)
         raise
-    return file
+    return file, size
 
 
 def _sync_folder(path: Path) -> None:
@@ -221,16 +234,25 @@ def _sync_folder(path: Path) -> None:
         os.close(folder)
 
 
-def _end_of_lines(file: int) -> int:
-    """The offset behind the last end of a line."""
-    end = os.fstat(file).st_size
-    while end:
+def _end_of_lines(file: int) -> tuple[int, bytes]:
+    """The offset behind the last end of a line, and what lies there, without zeros around it: more than a line's bytes of it
+    are not looked for.
+    """
+    end, left = os.fstat(file).st_size, b""
+    while end and len(left) <= _LONGEST_LINE:
         begin = max(0, end - _BLOCK)
-        found = os.pread(file, end - begin, begin).rfind(b"\n")
+        block = os.pread(file, end - begin, begin)
+        found = block.rfind(b"\n")
+        left = (block[found + 1 :] + left).strip(b"\0")
         if found >= 0:
-            return begin + found + 1
+            return begin + found + 1, left
         end = begin
-    return 0
+    return end, left
+
+
+def _cut_line(left: bytes) -> bool:
+    """Whether a crash within a write can have left this at the end of a file, where it has also left zeros."""
+    return len(left) <= _LONGEST_LINE and (left.startswith(_BEGIN) or _BEGIN.startswith(left))
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from protocol.errors import TandemError, UnavailableError, error_from_code
+from protocol.errors import InvalidRequestError, TandemError, UnavailableError, error_from_code
 
 _CONNECT_S = 5.0
 _ANSWER_S = 30.0
@@ -19,6 +19,8 @@ class ApiClient:
     """One cluster at `url`; `key` is sent as Bearer token. Raises TandemErrors with one sentence, never httpx's own."""
 
     def __init__(self, url: str, key: str | None) -> None:
+        if key is not None and not (key.isascii() and key.isprintable()):
+            raise InvalidRequestError("the key has to be one line of ASCII: no header carries anything else", param="key")
         self._url = url.rstrip("/")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         timeout = httpx.Timeout(_ANSWER_S, connect=_CONNECT_S)

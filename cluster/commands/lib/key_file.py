@@ -2,6 +2,8 @@
 
 lock `<file>.lock` ─► read ─► change ─► write beside it, fsync ─► rename over it ─► unlock
 
+A symbolic link stands for its file, so that all names of a file share one lock, and a key is revoked under all of them.
+
 A new file is for its owner alone (mode 0600). An edit keeps the mode, and owner and group where it may: who could read the keys
 before, such as a container's user, reads a revocation, too.
 
@@ -47,9 +49,11 @@ def add_key(path: Path, values: dict[str, Any]) -> str:
 def revoke_key(path: Path, key_id: str) -> None:
     """Refuse a key from now on. Raises ConfigError if there is none of this id, or if it was revoked before."""
     with _edited(path, may_be_new=False) as entries:
-        entry = entries.get(key_id)
-        if not isinstance(entry, dict):
+        if key_id not in entries:
             raise ConfigError(f"{path} has no key {key_id!r:.100}; `tandem keys list` shows them", param="id")
+        entry = entries[key_id]
+        if not isinstance(entry, dict):
+            raise ConfigError(f"the entry {key_id} is wrong, and refused as it is: take it out of {path} by hand", param="id")
         if entry.get("revoked") is not None:
             raise ConfigError(f"the key {key_id} was revoked before", param="id")
         entries[key_id] = {**entry, "revoked": datetime.now(UTC).isoformat()}
@@ -58,7 +62,10 @@ def revoke_key(path: Path, key_id: str) -> None:
 @contextmanager
 def _edited(path: Path, *, may_be_new: bool) -> Iterator[dict[str, JsonValue]]:
     """The file's entries by key id, to be changed inside; written back unless something is raised."""
+    path = Path(os.path.realpath(path))  # of a link it is the file that is locked and replaced
     try:
+        if not (may_be_new and not path.exists()):
+            read_entries(path)  # what is no file of keys is refused before a lock is made beside it
         with open(f"{path}.lock", "w", opener=_private) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # held for a few milliseconds by whoever edits
             entries = {} if may_be_new and not path.exists() else read_entries(path)

@@ -13,6 +13,8 @@ AdminKey = Annotated[
     str | None, typer.Option("--admin-key", envvar="TANDEM_ADMIN_KEY", help="Key for /admin.", show_envvar=True)
 ]
 ApiKey = Annotated[str | None, typer.Option("--api-key", envvar="TANDEM_API_KEY", help="Key for /v1.", show_envvar=True)]
+LONGEST_S = 7 * 86_400.0
+"""Most seconds that a command may be told to wait."""
 AsJson = Annotated[bool, typer.Option("--json", help="The API's answer as it is.")]
 RayAddress = Annotated[
     str | None,

@@ -1,4 +1,4 @@
-"""Tables for `tandem status`, `tandem models` and `tandem usage`."""
+"""Tables for `tandem status`, `tandem models` and `tandem usage`, and the console for those of `tandem keys`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def print_status(answer: Mapping[str, Any]) -> None:
 
     Below the table come the arithmetics, which are too long for a column, and why workers are not ready or were restarted.
     """
-    console = _console()
+    console = table_console()
     table = Table(*_COLUMNS, box=None, pad_edge=False, padding=(0, 1))
     for worker in answer["workers"]:
         table.add_row(*(_cell(name, worker.get(name)) for name in _COLUMNS.values()))
@@ -130,7 +130,7 @@ def print_models(models: Sequence[ListedModel]) -> None:
     table = Table("name", "source", "size", "cached at", box=None, pad_edge=False)
     for model in models:
         table.add_row(model.name, model.source, f"{model.num_bytes / 1e6:.0f} MB", str(model.path or "-"))
-    _console().print(table)
+    table_console().print(table)
 
 
 def print_usage(sums: UsageSums) -> None:
@@ -142,7 +142,7 @@ def print_usage(sums: UsageSums) -> None:
         table.add_row(*(escape(name or "-") for name in (tenant, key, model)), *_numbers(row))
     if len(sums.rows) != 1:
         table.add_row("all", "", "", *_numbers(sums.total()))
-    console = _console()
+    console = table_console()
     console.print(table)
     console.print("the log is empty" if sums.since is None else f"the log begins at {sums.since}", markup=False)
 
@@ -151,8 +151,8 @@ def _numbers(row: UsageSum) -> list[str]:
     return [str(n) for n in (row.requests, row.prompt_tokens, row.cached_tokens, row.answer_tokens, row.tokens)]
 
 
-def _console() -> Console:
-    """Whoever reads a pipe wants whole lines."""
+def table_console() -> Console:
+    """Return a console for tables: whoever reads a pipe wants whole lines."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=_PIPE_WIDTH)
 

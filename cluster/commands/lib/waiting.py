@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,6 +12,8 @@ from protocol.errors import UnavailableError
 from protocol.messages import Duty, Role
 
 _ASK_AGAIN_S = 0.2
+_PATIENCE_S = 60.0
+"""Seconds without an answer after which a cluster counts as gone: a router that goes, or a proxy, may break a connection."""
 
 Status = Mapping[str, Any]
 """An answer of /admin/status."""
@@ -31,14 +34,28 @@ def current_workers(client: ApiClient) -> Workers:
 def wait_for(client: ApiClient, lacking: Lacking, deadline_s: float, on_look: Callable[[str], None] | None = None) -> None:
     """Wait until nothing is lacking; `on_look` is told what is, after each look at the cluster.
 
-    Raises UnavailableError that says what is still lacking after `deadline_s` seconds.
+    Raises UnavailableError that says what is still lacking after `deadline_s` seconds, or that nobody answers for a minute.
     """
     end = time.monotonic() + deadline_s
-    while (what := lacking(client.get("/admin/status"))) is not None:
+    while (what := lacking(patient_status(client, end))) is not None:
         if time.monotonic() > end:
             raise UnavailableError(f"not done after {deadline_s:g} s: {what}")
         if on_look is not None:
             on_look(what)
+        time.sleep(_ASK_AGAIN_S)
+
+
+def patient_status(client: ApiClient, end: float = math.inf) -> Status:
+    """Ask for /admin/status until there is an answer. Raises UnavailableError after a minute without one, or at `end`."""
+    end = min(end, time.monotonic() + _PATIENCE_S)
+    while True:
+        try:
+            answer: Status = client.get("/admin/status")
+        except UnavailableError:
+            if time.monotonic() > end:
+                raise
+        else:
+            return answer
         time.sleep(_ASK_AGAIN_S)
 
 

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from cluster.commands.lib.http_client import ApiClient
-from cluster.commands.lib.options import DEFAULT_URL, AdminKey, Url
+from cluster.commands.lib.options import DEFAULT_URL, LONGEST_S, AdminKey, Url
 from cluster.commands.lib.waiting import current_workers, epoch_of, wait_for, what_a_drain_lacks
 
 
@@ -17,7 +17,9 @@ def drain(
     restart: Annotated[bool, typer.Option("--restart", help="Start it anew instead of having one worker less.")] = False,
     url: Url = DEFAULT_URL,
     admin_key: AdminKey = None,
-    wait_s: Annotated[float, typer.Option("--wait", help="Seconds to wait until it is done; 0 returns at once.")] = 660.0,
+    wait_s: Annotated[
+        float, typer.Option("--wait", min=0.0, max=LONGEST_S, help="Seconds to wait until it is done; 0 returns at once.")
+    ] = 660.0,
 ) -> None:
     """Empty a worker while requests run, and end it: running streams move to other workers."""
     drain_and_wait(ApiClient(url, admin_key), worker, restart, wait_s)

@@ -18,12 +18,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from cluster.commands.lib.http_client import ApiClient
-from cluster.commands.lib.options import DEFAULT_URL, AdminKey, Url
+from cluster.commands.lib.options import DEFAULT_URL, LONGEST_S, AdminKey, Url
 from cluster.commands.lib.waiting import (
     Workers,
-    current_workers,
     epoch_of,
     of_role,
+    patient_status,
     wait_for,
     what_a_drain_lacks,
     what_a_role_lacks,
@@ -40,26 +40,46 @@ def rollout(
     url: Url = DEFAULT_URL,
     admin_key: AdminKey = None,
     room_s: Annotated[
-        float, typer.Option("--room", help="Seconds to wait for one worker more of each role; 0 does without.")
+        float,
+        typer.Option(
+            "--room", min=0.0, max=LONGEST_S, help="Seconds to wait for one worker more of each role; 0 does without."
+        ),
     ] = 120.0,
-    wait_s: Annotated[float, typer.Option("--wait", help="Seconds that one worker may take to drain and to start.")] = 780.0,
+    wait_s: Annotated[
+        float,
+        typer.Option("--wait", min=0.0, max=LONGEST_S, help="Seconds that one worker may take to drain and to start."),
+    ] = 780.0,
     config: Annotated[
         Path | None, typer.Option(help="YAML file with what changes for workers: tried on some requests, then taken by all.")
     ] = None,
-    canary: Annotated[str, typer.Option(help="With --config: the share of new requests that try it.")] = "10%",
-    watch_s: Annotated[float, typer.Option("--watch", help="With --config: seconds to compare it at least.")] = 300.0,
-    min_requests: Annotated[int, typer.Option(help="With --config: requests to compare at least, of either kind.")] = 20,
+    canary: Annotated[
+        str | None, typer.Option(help="With --config: the share of new requests that try it; by default 10%.")
+    ] = None,
+    watch_s: Annotated[
+        float | None,
+        typer.Option("--watch", min=0.0, max=86_400.0, help="With --config: seconds to compare it at least; by default 300."),
+    ] = None,
+    min_requests: Annotated[
+        int | None, typer.Option(help="With --config: requests to compare at least, of either kind; by default 20.")
+    ] = None,
     give_up: Annotated[bool, typer.Option("--abort", help="End the rollout of a configuration that is under way.")] = False,
 ) -> None:
     """Restart all workers, one after the other, while requests run, or give them another configuration (--config).
 
     A configuration that is worse on its share of the requests is rolled back by itself.
     """
+    tried = {"--canary": canary, "--watch": watch_s, "--min-requests": min_requests}
+    if config is None and (given := [flag for flag, value in tried.items() if value is not None]):
+        raise InvalidRequestError(f"{', '.join(given)}: name the configuration that is tried with --config", param="config")
+    if config is not None and give_up:
+        raise InvalidRequestError("--abort ends the rollout that is under way: leave out --config", param="abort")
     client = ApiClient(url, admin_key)
     if give_up:
         abort(client)
     elif config is not None:
-        try_config(client, config, parse_share(canary), watch_s, min_requests)
+        share = parse_share("10%" if canary is None else canary)
+        least = (300.0 if watch_s is None else watch_s, 20 if min_requests is None else min_requests)
+        try_config(client, config, share, *least)
     else:
         roll_out(client, room_s, wait_s)
 
@@ -105,7 +125,7 @@ def _restart_each(client: ApiClient, workers: Workers, wait_s: float, report: Re
     for worker in workers:
         worker_id, epoch = worker["worker_id"], worker["epoch"]
         report(f"restarting {worker_id}")
-        present = epoch_of(current_workers(client), worker_id)
+        present = epoch_of(patient_status(client)["workers"], worker_id)
         if present == epoch:  # else it has died meanwhile, and is new, or has gone in the extra one's place
             client.post("/admin/drain", {"worker": worker_id, "restart": True})
         if present is not None:
@@ -117,20 +137,14 @@ def _restart_each(client: ApiClient, workers: Workers, wait_s: float, report: Re
 def _one_more(client: ApiClient, role: Role, number: int, room_s: float, wait_s: float, report: Report) -> Iterator[None]:
     """While the block runs, the role has one worker more than `number`, which takes what the others do not.
 
-    If the additional worker is not ready in time, there is no room for it, and the block runs without.
+    If the additional worker is not ready in time, there is no room for it, and the block runs without. Whatever else ends the
+    wait for it takes it back, too.
     """
-    added = False
-    if room_s > 0:
-        report(f"adding a {role.value} worker")
-        try:
-            client.post("/admin/scale", {role.value: number + 1})
-            added = True
-            wait_for(client, what_a_role_lacks(role, number + 1), room_s)
-        except (InvalidRequestError, UnavailableError):  # at the limit, or none came up
-            if added:
-                client.post("/admin/scale", {role.value: number})
-            added = False
+    added = room_s > 0
     try:
+        if added:
+            report(f"adding a {role.value} worker")
+            added = _has_come(client, role, number, room_s)
         yield
     finally:
         if added:
@@ -138,3 +152,16 @@ def _one_more(client: ApiClient, role: Role, number: int, room_s: float, wait_s:
     if added:
         report(f"draining the additional {role.value} worker")
         wait_for(client, what_a_role_lacks(role, number), wait_s)
+
+
+def _has_come(client: ApiClient, role: Role, number: int, room_s: float) -> bool:
+    """Ask for one worker more than `number`, and wait until it is ready. If it is not, take it back and return False."""
+    try:
+        client.post("/admin/scale", {role.value: number + 1})
+        wait_for(client, what_a_role_lacks(role, number + 1), room_s)
+    except InvalidRequestError:  # at the limit
+        return False
+    except UnavailableError:  # none came up
+        client.post("/admin/scale", {role.value: number})
+        return False
+    return True

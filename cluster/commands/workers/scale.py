@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from cluster.commands.lib.http_client import ApiClient
-from cluster.commands.lib.options import DEFAULT_URL, AdminKey, Url
+from cluster.commands.lib.options import DEFAULT_URL, LONGEST_S, AdminKey, Url
 from cluster.commands.lib.waiting import Status, of_role, wait_for
 from protocol.errors import InvalidRequestError
 from protocol.messages import Role
@@ -22,7 +22,9 @@ def scale(
     sizes: Annotated[list[str], typer.Argument(metavar="NAME=NUMBER...", help="For example: prefill=2 decode=3 routers=2")],
     url: Url = DEFAULT_URL,
     admin_key: AdminKey = None,
-    wait_s: Annotated[float, typer.Option("--wait", help="Seconds to wait until it is done; 0 returns at once.")] = 600.0,
+    wait_s: Annotated[
+        float, typer.Option("--wait", min=0.0, max=LONGEST_S, help="Seconds to wait until it is done; 0 returns at once.")
+    ] = 600.0,
 ) -> None:
     """Change how many workers and routers there are while requests run.
 

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from cluster.commands import cli
 from cluster.commands.chat import Conversation, Timing, answer_pieces, converse
+from cluster.commands.lib.exits import MENDABLE, UNAVAILABLE
 from cluster.commands.lib.foreground import changes, greeting
 from cluster.commands.lib.http_client import ApiClient
 from cluster.commands.lib.tables import print_status
@@ -28,13 +29,13 @@ from protocol.errors import ConfigError, InvalidRequestError, OverloadedError, U
 from protocol.messages import Role
 
 
-def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line that `tandem` says before it exits with 2."""
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str, code: int = MENDABLE) -> str:
+    """The one line that `tandem` says before it exits with this code."""
     monkeypatch.setattr("sys.argv", ["tandem", *arguments])
     with pytest.raises(SystemExit) as ended:
         cli.main()
     output = capsys.readouterr()
-    assert ended.value.code == 2, output
+    assert ended.value.code == code, output
     assert output.out == ""
     (line,) = output.err.splitlines()
     assert line.startswith("tandem: ")
@@ -69,6 +70,17 @@ def test_the_version_is_printed_alone(monkeypatch: pytest.MonkeyPatch, capsys: p
         (["stop", "--address", "127.0.0.1:1"], "127.0.0.1:1"),
         (["stop", "--address", "ray://127.0.0.1:10001"], "ray://127.0.0.1:10001"),
         (["stop", "--address", "127.0.0.1:99999"], "99999"),
+        (["rollout", "--canary", "20%"], "--canary: name the configuration that is tried with --config"),
+        (["rollout", "--watch", "60", "--min-requests", "5"], "--watch, --min-requests: name the configuration"),
+        (["rollout", "--abort", "--watch", "60"], "--watch: name the configuration"),
+        (["rollout", "--abort", "--config", "c.yaml"], "leave out --config"),
+        (["rollout", "--config", "c.yaml", "--watch", "nan"], "--watch"),
+        (["rollout", "--wait", "nan"], "--wait"),
+        (["rollout", "--room", "nan"], "--room"),
+        (["scale", "decode=1", "--wait", "nan"], "--wait"),
+        (["drain", "decode-0", "--wait", "inf"], "--wait"),
+        (["status", "--admin-key", "ä"], "the key has to be one line of ASCII"),
+        (["status", "--admin-key", "a\nb"], "the key has to be one line of ASCII"),
         (["scale", "prefill"], "prefill"),
         (["scale", "prefill=two"], "prefill=two"),
         (["scale", "router=2"], "router=2"),
@@ -116,6 +128,33 @@ def test_no_cluster_is_one_line_too(
         closed.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{closed.getsockname()[1]}"
         assert f"no cluster answers at {url}" in refused(monkeypatch, capsys, *command, "--url", url)
+
+
+@pytest.mark.parametrize(
+    ("url", "code", "said"),
+    [
+        ("redis://127.0.0.1:{port}", UNAVAILABLE, "http.redis_url: no Redis answers there: "),
+        ("nothing://127.0.0.1:{port}", MENDABLE, "http.redis_url: "),
+    ],
+)
+def test_a_redis_that_is_away_may_come_and_a_wrong_url_may_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, url: str, code: int, said: str
+) -> None:
+    keys, config = tmp_path / "keys.json", tmp_path / "cluster.yaml"
+    keys.write_text('{"version": 1, "keys": {}}')
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        config.write_text(f"http: {{keys_file: {keys}, redis_url: '{url.format(port=closed.getsockname()[1])}'}}")
+        assert said in refused(monkeypatch, capsys, "serve", "--config", str(config), code=code)
+
+
+def test_a_ray_cluster_that_is_away_may_come(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+        line = refused(monkeypatch, capsys, "serve", "--address", address, code=UNAVAILABLE)
+    assert f"no Ray cluster to join at {address}" in line
+    assert "is no address" in refused(monkeypatch, capsys, "serve", "--address", "127.0.0.1:99999")
 
 
 def test_sizes() -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from cluster.commands.lib import waiting
+from cluster.commands.lib.waiting import wait_for, what_a_role_lacks
 from cluster.commands.workers.drain import drain_and_wait
 from cluster.commands.workers.rollout import roll_out
 from cluster.pool import Action, Drain, Pool, Remove, Start, Stop, WorkerIds
-from protocol.errors import InvalidRequestError, UnavailableError
+from protocol.errors import AuthenticationError, InvalidRequestError, UnavailableError
 from protocol.messages import Role, WorkerRef
 
 
@@ -106,6 +109,48 @@ def test_a_rollout_without_room_restarts_all_nevertheless(room_s: float) -> None
     roll_out(cluster, room_s, 1)  # type: ignore[arg-type]
     assert cluster.epochs() == NEW
     assert set(cluster.fewest.values()) == {1}
+
+
+class UnsteadyCluster(PooledCluster):
+    """One of its answers is a failure, the first one being number 1."""
+
+    def __init__(self, number: int, failure: BaseException) -> None:
+        super().__init__()
+        self._left = number
+        self._failure = failure
+
+    def get(self, path: str) -> Any:
+        self._left -= 1
+        if self._left == 0:
+            raise self._failure
+        return super().get(path)
+
+
+@pytest.mark.parametrize("number", range(2, 10))
+def test_a_rollout_goes_on_after_an_answer_that_failed(number: int) -> None:
+    cluster = UnsteadyCluster(number, UnavailableError("502"))
+    roll_out(cluster, 1, 1)  # type: ignore[arg-type]
+    assert cluster.epochs() == NEW
+    assert set(cluster.fewest.values()) == {2}
+
+
+def test_a_cluster_that_is_gone_is_waited_for_no_longer_than_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = PooledCluster()
+    drain_and_wait(cluster, "worker-2", False, 1)  # type: ignore[arg-type]
+    monkeypatch.setattr(cluster, "get", Mock(side_effect=UnavailableError("nobody answers")))
+    with pytest.raises(UnavailableError, match="nobody answers"):
+        wait_for(cluster, what_a_role_lacks(Role.DECODE, 1), 0.01)  # type: ignore[arg-type]
+    monkeypatch.setattr(waiting, "_PATIENCE_S", 0.01)
+    with pytest.raises(UnavailableError, match="nobody answers"):
+        wait_for(cluster, what_a_role_lacks(Role.DECODE, 1), 600)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt(), AuthenticationError("another key now")])
+def test_whatever_ends_the_wait_for_one_more_takes_it_back(failure: BaseException) -> None:
+    cluster = UnsteadyCluster(2, failure)
+    with pytest.raises(type(failure)):
+        roll_out(cluster, 1, 1)  # type: ignore[arg-type]
+    assert cluster.orders == [("/admin/scale", {"prefill": 3}), ("/admin/scale", {"prefill": 2})]
 
 
 def test_a_rollout_that_is_stuck_says_where_and_takes_the_extra_worker_back() -> None:

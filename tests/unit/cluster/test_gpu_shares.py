@@ -93,6 +93,15 @@ def test_without_gpus_auto_stays_and_cuda_is_refused() -> None:
     assert caught.value.param == "device"
 
 
+@pytest.mark.parametrize(("gpus", "transport"), [([], "auto"), ([0, 0], "auto"), ([8], "gloo")])
+def test_float16_needs_gpus(gpus: list[int], transport: str) -> None:
+    with pytest.raises(ConfigError, match="float16 is for GPUs, and workers compute on processors here") as caught:
+        shared(gpus, dtype="float16", transport=transport)
+    assert caught.value.param == "dtype"
+    assert gpus_of(shared([2], dtype="float16")) == [1.0, 1.0]
+    assert gpus_of(shared(gpus, dtype="float16", engine="paced")) == [None, None]
+
+
 def test_other_resources_are_kept_and_count() -> None:
     """Decode workers are tied to a node with one of the two GPUs, so that three have to share it."""
     config = load_config(None, {"decode.workers": 3, "prefill.workers": 1, "decode.resources": {"big": 1.0}})

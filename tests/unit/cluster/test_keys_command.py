@@ -67,6 +67,8 @@ def test_changes_are_noted_in_the_audit_log_without_the_secret(
         (["add", "--tenant", "a", "--tier", "gold"], "there is no tier 'gold'"),
         (["add", "--tenant", "a", "--requests-per-minute", "0"], "requests_per_minute: "),
         (["add", "--tenant", "a", "--expires", "tomorrow"], "--expires"),
+        (["add", "--tenant", "a", "--expires", "2020-01-01"], "expires: 2020-01-01 00:00:00 UTC is over"),
+        (["add", "--tenant", "a", "--model", ""], "model: name one, or leave --model out"),
         (["add"], "--tenant"),
         (["list"], "No such file"),
         (["revoke", "x"], "No such file"),
@@ -79,7 +81,48 @@ def test_what_is_wrong_is_one_line(
     code, out, err = run(monkeypatch, capsys, "keys", *arguments)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert says in err
-    assert not (tmp_path / "keys.json").exists()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_key_is_revoked_through_a_link(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "there").mkdir()
+    path, link = tmp_path / "there" / "keys.json", tmp_path / "link.json"
+    link.symlink_to(path)
+    _, out, _ = run(monkeypatch, capsys, "keys", "add", "--tenant", "a", "--keys-file", str(link))
+    key_id = out.split("-")[1]
+    assert run(monkeypatch, capsys, "keys", "revoke", key_id, "--keys-file", str(link))[0] == 0
+    assert link.is_symlink()
+    assert "revoked" in json.loads(path.read_text())["keys"][key_id]
+    assert [each.name for each in tmp_path.iterdir() if each.is_file() and not each.is_symlink()] == [], (
+        "one lock for all names"
+    )
+
+
+def test_ids_stay_whole_and_brackets_are_no_markup(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "keys.json"
+    monkeypatch.setenv("TANDEM_KEYS_FILE", str(path))
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = run(monkeypatch, capsys, "keys", "add", "--tenant", "acme", "--model", "[/x]", "--tokens-per-month", "9" * 12)
+    entries = json.loads(path.read_text())
+    entries["keys"]["[b]odd"] = 3
+    path.write_text(json.dumps(entries))
+    code, listed, _ = run(monkeypatch, capsys, "keys", "list")
+    assert code == 0
+    for whole in (out.split("-")[1], "standard", "[/x]", "[b]odd"):
+        assert whole in listed
+
+
+def test_an_entry_that_is_wrong_is_not_said_to_be_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "keys.json"
+    path.write_text('{"version": 1, "keys": {"odd": 3}}')
+    code, _, err = run(monkeypatch, capsys, "keys", "revoke", "odd", "--keys-file", str(path))
+    assert (code, err) == (2, f"tandem: the entry odd is wrong, and refused as it is: take it out of {path} by hand\n")
 
 
 def test_the_file_and_the_tiers_of_a_configuration(

@@ -86,6 +86,12 @@ def test_what_can_not_be_is_refused(values: dict[str, Any], key: str, said: str)
     ("entry", "said"),
     [
         ("begin: '08:00+02:00', end: '09:00', sizes: {decode: 1..2}", "leave the offset out"),
+        ("days: mon, begin: '08:00', end: '09:00', sizes: {}", r"schedule\.0\.days: should be a valid list, not 'mon'"),
+        ("begun: 8, begin: '08:00', end: '09:00', sizes: {}", r"schedule\.0\.begun: unknown key; did you mean .*\.0\.begin\?"),
+        (
+            "begin: '08:00', end: '09:00', sizes: {decode: {least: 1, most: 2, leest: 1}}",
+            r"did you mean autoscale\.schedule\.0\.sizes\.decode\.least\?",
+        ),
         ("begin: 9, end: '10:00', sizes: {decode: 1..2}", "should be a time of day"),
         ("begin: '10:00', end: '10:00', sizes: {decode: 1..2}", "begins and ends at 10:00"),
         ("begin: '10:00', end: '11:00', sizes: {decode: 1..100}", r"more than decode.max_workers \(64\)"),

@@ -244,6 +244,27 @@ def test_overrides_win_over_the_file(yaml_file: Path) -> None:
     assert (config.decode.workers, config.http.port, config.model) == (3, 8001, "other")
 
 
+def test_an_override_is_for_one_of_two_sections_that_are_the_same(yaml_file: Path) -> None:
+    yaml_file.write_text("prefill: &pool {threads: 1}\ndecode: *pool\n")
+    config = load_config(yaml_file, {"decode.workers": 3, "decode.max_batch_size": 4})
+    assert (config.prefill.workers, config.decode.workers) == (1, 3)
+    assert (config.prefill.threads, config.decode.threads) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "decode", ["{<<: *pool, threads: 2}", "{threads: 2, <<: *pool}", "{<<: [*pool, {workers: 3}], threads: 2}"]
+)
+def test_a_key_goes_before_that_of_a_merged_section(yaml_file: Path, decode: str) -> None:
+    yaml_file.write_text(f"prefill: &pool {{threads: 1, kv_cache_tokens: 4096}}\ndecode: {decode}\n")
+    config = load_config(yaml_file, {})
+    assert (config.prefill.threads, config.decode.threads, config.decode.kv_cache_tokens) == (1, 2, 4096)
+
+
+@pytest.mark.parametrize("values", [{"device": "cuda"}, {"device": "auto"}, {"device": "cpu", "engine": "paced"}])
+def test_float16_is_left_to_those_who_may_be_on_gpus_or_compute_nothing(values: dict[str, Any]) -> None:
+    assert load_config(None, {"dtype": "float16", **values}).dtype == "float16"
+
+
 def test_a_whole_number_will_do_for_seconds(yaml_file: Path) -> None:
     yaml_file.write_text("limits: {queue_s: 5}")
     assert load_config(yaml_file, {}).limits.queue_s == 5.0
@@ -264,6 +285,10 @@ def test_a_whole_number_will_do_for_seconds(yaml_file: Path) -> None:
         ("http: {port: 0}", "http.port", "greater than or equal to 1"),
         ("http: {port: 65536}", "http.port", "less than or equal to 65535"),
         ("http: {admin_key: ''}", "http.admin_key", "at least 1 character"),
+        ("http: {admin_key: käse}", "http.admin_key", "should match pattern"),
+        ('http: {metrics_key: "a\\nb"}', "http.metrics_key", "should match pattern"),
+        ("{dtype: float16, device: cpu}", "dtype", "float16 is for GPUs, and prefill workers compute on processors"),
+        ("{dtype: float16, decode: {resources: {GPU: 1}}}", "dtype", "prefill workers compute on processors"),
         ("limits: {lease_s: .nan}", "limits.lease_s", "finite"),
         ("decode: {resources: {GPU: .inf}}", "decode.resources.GPU", "finite"),
         ("decode: {resources: {GPU: 0}}", "decode.resources.GPU", "greater than 0"),
@@ -297,6 +322,7 @@ def test_a_whole_number_will_do_for_seconds(yaml_file: Path) -> None:
         ("- a", "config", "should hold a mapping of keys, not a list"),
         ("a: [", "config", "line 1"),
         ("model: a\nmodel: b", "config", "line 2: the key model is there twice"),
+        ("a: &a {x: 1}\nb: {<<: *a, y: 1, y: 2}", "config", "line 2: the key y is there twice"),
         ("? [1]\n: 2", "config", "unhashable"),
         ("{? {a: 1} : 2}", "config", "unhashable"),
         ("x: !!python/object:os.system {}", "config", "constructor"),

@@ -171,6 +171,8 @@ def test_chat_templates(read: Read, tmp_path: Path) -> None:
         ({}, {"added_tokens": 3}, "added_tokens should be"),
         ({}, {"model": {"merges": [["a"]]}}, "merges should be a list of pairs"),
         ({}, {"model": {"vocab": []}}, "vocab is an object"),
+        ({}, {"model": {"vocab": {"a": 2**24}}}, "an id is too large: they have to be below 16777216"),
+        ({}, {"added_tokens": [{"id": 10**30, "content": "x"}]}, "an id is too large"),
         ({}, {"model": {"type": "WordPiece"}}, "the tokenizers package can't read it"),
         ({"bos_token": 3}, {}, "bos_token should be a string"),
         ({"chat_template": 3}, {}, "chat_template should be a string"),

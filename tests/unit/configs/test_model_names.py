@@ -10,10 +10,10 @@ import pytest
 from huggingface_hub import constants as hub_constants
 
 from configs.facts import WeightFormat
-from configs.models import list_models, resolve, resolve_for
+from configs.models import is_here, list_models, resolve, resolve_for
 from configs.packaged import SMOLLM2
 from configs.schema import ClusterConfig
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, UnavailableError
 
 Files = Callable[..., Path]
 
@@ -75,8 +75,9 @@ def test_a_hub_model_in_the_cache(hub_cache: Path, make_directory: Files) -> Non
 
 
 def test_a_hub_model_that_cant_be_fetched(hub_cache: Path, make_directory: Files) -> None:
-    with pytest.raises(ConfigError, match="can't fetch org/absent from the Hugging Face hub"):
+    with pytest.raises(UnavailableError, match="can't fetch org/absent from the Hugging Face hub") as away:
         resolve("org/absent")
+    assert away.value.param == "model"
     folder = make_directory()
     (folder / "model.safetensors").unlink()
     put_into(hub_cache, "org/half", folder)
@@ -108,11 +109,13 @@ def test_list_models(hub_cache: Path, make_directory: Files, own_cache: Path) ->
         ("/absent/model", "/absent/model: no such file or directory"),
         ("absent.gguf", "absent.gguf: no such file or directory"),
         ("./absent", "no such file or directory"),
+        ("~nobody-has-this-name/x", "~nobody-has-this-name/x: no such file or directory"),
         ("x" * 5000, "can't be looked up"),
         ("\0", "no model"),
     ],
 )
 def test_names_of_nothing(name: str, says: str) -> None:
+    assert not is_here(name[:100])
     with pytest.raises(ConfigError) as caught:
         resolve(name)
     assert says in caught.value.message

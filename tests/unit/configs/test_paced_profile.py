@@ -77,6 +77,7 @@ def test_a_file_is_a_profile_too(tmp_path: Path) -> None:
     ("overrides", "param", "said"),
     [
         ({"engine": "paced", "paced_profile": "h300"}, "paced_profile", "h300: can't be read"),
+        ({"engine": "paced", "paced_profile": "~nobody-has-this-name/x.json"}, "paced_profile", "can't be read"),
         ({"engine": "paced", "paced_profile": "/nowhere/at/all.json"}, "paced_profile", "can't be read"),
         ({"engine": "paced", "decode.tensor_parallel_size": 3}, "decode.tensor_parallel_size", "one rank"),
         ({"engine": "paced", "device": "cuda"}, "device", "paced workers do not"),

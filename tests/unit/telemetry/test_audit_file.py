@@ -52,5 +52,21 @@ def test_what_can_not_be_written_is_one_sentence(tmp_path: Path) -> None:
     assert not (tmp_path / "elsewhere").exists()
 
 
+def test_what_is_no_file_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
+    """/dev/null, as root, would be closed to all others."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match="the audit log can't be written"):
+        AuditFile(path).check()
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        with pytest.raises(ConfigError, match="the audit log can't be written: it is no file"):
+            AuditFile(path).check()
+    finally:
+        os.close(reader)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644
+
+
 def test_long_values_are_cut() -> None:
     assert len(str(audit_line("refused", path="x" * 10_000)["path"])) == 200

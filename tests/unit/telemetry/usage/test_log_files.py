@@ -47,6 +47,40 @@ def test_a_long_tail_without_an_end_is_removed(path: Path) -> None:
     assert path.read_bytes() == LINES[0]
 
 
+def test_zeros_around_what_a_crash_has_cut_are_removed_too(path: Path) -> None:
+    path.write_bytes(LINES[0] + b"\0" * 100_000 + LINES[1][:20] + b"\0" * 100_000)
+    check_usage_log(path)
+    assert path.read_bytes() == LINES[0]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"no end of a line at all, but precious",
+        b"a: 1\nb: 2",
+        LINES[0] + b"x",
+        b"GGUF" + bytes(range(256)) * 1000,
+        LINES[0] + LINES[1][:-1] * 1000,
+    ],
+)
+def test_another_file_is_refused_and_stays_as_it_is(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match="it may be another file; nothing is cut off") as refused:
+        check_usage_log(path)
+    assert refused.value.param == "telemetry.usage_log"
+    assert (path.read_bytes(), stat.S_IMODE(path.stat().st_mode)) == (content, 0o644)
+
+
+def test_what_is_no_file_is_refused_and_stays_as_it_is(path: Path) -> None:
+    """/dev/null, as root, would be closed to all others."""
+    os.mkfifo(path)
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match="the usage log can't be written: it is no file"):
+        check_usage_log(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644
+
+
 def test_files_are_rotated_and_places_stay(path: Path) -> None:
     usage_log = UsageLog(path)
     places = []
