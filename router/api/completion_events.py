@@ -2,6 +2,8 @@
 
 first piece of a choice ──► its opening, chunk, chunk ... ──► last chunk of the last choice, usage, [DONE]
                                                           └─► an error event, if an error ends the stream
+
+Choices open in their order, whichever begins first: OpenAI's package can't follow a stream in which choice 2 comes before 1.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ class CompletionEvents:
         self._shape = shape
         self._info = info
         self._sparse = info.sparse
-        self._begun: set[int] = set()
+        self._num_opened = 0
         self._num_tokens = self._cached_tokens = 0
         self._guesses = NO_GUESSES
         self._times: dict[int, RequestTimes | None] = {}
@@ -45,8 +47,7 @@ class CompletionEvents:
         self._num_tokens += len(delta.token_ids)
         self._cached_tokens += delta.cached_tokens
         self._guesses = Guesses.total((self._guesses, delta.guesses))
-        events = [] if delta.index in self._begun else self._opening(delta.index)
-        events += self._chunks(delta)
+        events = [*self._openings(delta.index), *self._chunks(delta)]
         if delta.finish_reason is not None:
             self._times[delta.index] = delta.times
             self.ended = len(self._times) == self._info.num_choices
@@ -60,10 +61,11 @@ class CompletionEvents:
         """Return the event that tells of an error in the middle of a stream."""
         return event(error_body(error))
 
-    def _opening(self, index: int) -> list[bytes]:
-        self._begun.add(index)
-        opening = self._shape.opening(index)
-        return [] if opening is None else [event(self._counted([opening])[0])]
+    def _openings(self, index: int) -> list[bytes]:
+        """Those up to this choice's that were not sent yet."""
+        openings = [self._shape.opening(each) for each in range(self._num_opened, index + 1)]
+        self._num_opened = max(self._num_opened, index + 1)
+        return [event(chunk) for chunk in self._counted([opening for opening in openings if opening is not None])]
 
     def _chunks(self, delta: Delta) -> list[bytes]:
         """The chunks of one piece. A piece that says nothing yet has none, unless the client asked for each token."""
