@@ -22,7 +22,7 @@ from configs.model_files.vocabulary import token_bytes
 from configs.paced.profile import load_paced_profile
 from configs.packaged import SMOLLM2, fetch
 from configs.schema import ClusterConfig
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, UnavailableError
 
 _PACKAGED = {"smollm2": SMOLLM2}
 _DRAFT = "speculative_config.model"
@@ -112,8 +112,8 @@ def _draft(config: ClusterConfig) -> Model | None:
         return None
     try:
         model = resolve(speculative.model)
-    except ConfigError as error:
-        raise ConfigError(f"{_DRAFT}: {error.message}", param=_DRAFT) from None
+    except (ConfigError, UnavailableError) as error:
+        raise type(error)(f"{_DRAFT}: {error.message}", param=_DRAFT) from None
     facts = with_overrides(model.facts, {}, speculative.max_model_len)
     context = min(facts.max_model_len, speculative.max_model_len or facts.max_model_len)
     return replace(model, facts=replace(facts, max_model_len=context))

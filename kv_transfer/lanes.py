@@ -25,8 +25,8 @@ from kv_transfer.fingerprints.pushes import push_fingerprints
 from kv_transfer.plan import Piece, cut, layer_groups, slot_runs
 from kv_transfer.pool_view import CpuPoolView, PoolView, Slots
 from kv_transfer.progress import StepProgress
-from kv_transfer.transport import ReceiveChannel, ReceiveTransport, SendChannel, SendTransport, TransportError
-from protocol.errors import TransportUnavailableError, first_line
+from kv_transfer.transport import LackError, ReceiveChannel, ReceiveTransport, SendChannel, SendTransport, TransportError
+from protocol.errors import KvTransferError, TransportUnavailableError, first_line
 from protocol.gang import HeadMove, TokenSpan
 
 Exchange = Callable[[bytes], Awaitable[bytes]]
@@ -149,7 +149,8 @@ class LocalReceiveRank:
     async def accept(self, move: HeadMove, transport: str, offer: bytes, answer: Callable[[bytes], None]) -> ReceiveLane:
         """Connect one lane that a peer has offered, with a thread of its own.
 
-        Raises TransportUnavailableError if it fails before it has answered, and TransportError if it fails after that.
+        Raises TransportUnavailableError if it fails before it has answered, or KvTransferError if the machine lacks something
+        then, and TransportError if it fails after that.
         """
         loop = asyncio.get_running_loop()
         pool = view_of(self._layers, range(move.destination_head, move.destination_head + move.num_heads))
@@ -167,7 +168,8 @@ class LocalReceiveRank:
         except TransportError as error:
             if answered:
                 raise
-            raise TransportUnavailableError(str(error)) from None
+            kind = KvTransferError if isinstance(error, LackError) else TransportUnavailableError
+            raise kind(str(error)) from None
         return _LocalReceiveLane(channel, pool, self._block_size, thread)
 
 
@@ -186,7 +188,7 @@ _Channel = TypeVar("_Channel", SendChannel, ReceiveChannel)
 async def _connected(thread: ThreadPoolExecutor, pool: PoolView, connect: Callable[[], _Channel]) -> _Channel:
     """What `connect` makes in the thread, which ends if it fails. One that comes up after we were cancelled is closed.
 
-    Raises TransportError, also where the machine has no descriptor or thread left, and what else `connect` raises.
+    Raises LackError where the machine has no descriptor or thread left, TransportError, and what else `connect` raises.
     """
 
     @_device_breaks_the_lane()
@@ -197,14 +199,14 @@ async def _connected(thread: ThreadPoolExecutor, pool: PoolView, connect: Callab
     try:
         connecting = thread.submit(connected)
     except RuntimeError as error:  # no thread is left
-        raise TransportError(first_line(error)) from None
+        raise LackError(first_line(error)) from None
     try:
         return await asyncio.wrap_future(connecting)
     except BaseException as error:
         connecting.add_done_callback(_close_late)
         thread.shutdown(wait=False)
-        if isinstance(error, OSError):  # no descriptor is left, for instance; that may pass
-            raise TransportError(first_line(error)) from None
+        if isinstance(error, OSError):  # no descriptor is left, for instance
+            raise LackError(first_line(error)) from None
         raise
 
 

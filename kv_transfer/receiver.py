@@ -194,7 +194,7 @@ class ReceivingPair:
         try:
             rank = self._ranks[move.decode_rank]
             self._lanes[opening.lane] = await rank.accept(move, opening.transport, opening.rendezvous, answer)
-        except TransportUnavailableError as error:
+        except (TransportUnavailableError, KvTransferError) as error:
             del self._connecting[opening.lane]
             self._send(Failed.from_error(opening.call_id, error))
         except TransportError as error:

@@ -23,6 +23,10 @@ class TransportError(Exception):
     """The pair is dead: the peer died, stopped, or broke the protocol."""
 
 
+class LackError(TransportError):
+    """This machine has no descriptor or no thread left, for the moment."""
+
+
 class SendChannel(Protocol):
     """The sending end of one connected channel. Used from one thread."""
 

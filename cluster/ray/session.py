@@ -23,7 +23,7 @@ from typing import Any
 import cluster
 from cluster.ray.leftovers import SCRATCH_PREFIX, TEMPORARY, claim, remove_leftovers
 from configs.machine import num_gpus, usable_cores
-from protocol.errors import ConfigError, UnavailableError
+from protocol.errors import ConfigError, UnavailableError, first_line
 
 _OBJECT_STORE_BYTES = 128 * 1024 * 1024
 """Size of Ray's object store, near its minimum: nothing of ours goes through it."""
@@ -141,7 +141,7 @@ def joined_ray(address: str) -> Iterator[None]:
         with _own_sigterm():
             ray.init(address=address, namespace="tandem", log_to_driver=False, configure_logging=False)
     except (ConnectionError, ValueError, RuntimeError, AuthenticationError) as error:
-        problem = f"no Ray cluster to join at {address}: {str(error).strip().splitlines()[0]}"
+        problem = f"no Ray cluster to join at {address}: {first_line(error)}"
         kind = UnavailableError if isinstance(error, ConnectionError) else ConfigError
         raise kind(problem, param="address") from None
     try:

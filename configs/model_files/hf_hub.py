@@ -33,7 +33,7 @@ def fetch_snapshot(repo_id: str) -> Path:
     Raises ConfigError if it can't be had, UnavailableError while the hub doesn't answer.
     """
     import httpx  # these two take 0.3 s together, which only hub models pay
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -59,11 +59,14 @@ def fetch_snapshot(repo_id: str) -> Path:
     except RepositoryNotFoundError:
         reason = "the hub has no such model, or it is private: check the name and HF_TOKEN"
     except LocalEntryNotFoundError:
+        if constants.HF_HUB_OFFLINE:
+            raise model_error(f"{failed}: the cache doesn't have it whole, and HF_HUB_OFFLINE is set") from None
         reason = "the hub can't be reached and the cache doesn't have it whole: check the network"
         raise UnavailableError(f"{failed}: {reason}", param="model") from None
     except (HfHubHTTPError, httpx.HTTPError, OSError) as error:
         reason = f"{type(error).__name__}: {first_line(error)}"
-        if isinstance(error, httpx.TransportError) or (isinstance(error, HfHubHTTPError) and error.response.is_server_error):
+        is_busy = isinstance(error, HfHubHTTPError) and (error.response.is_server_error or error.response.status_code == 429)
+        if is_busy or isinstance(error, httpx.TransportError):
             raise UnavailableError(f"{failed}: {reason}", param="model") from None
     raise model_error(f"{failed}: {reason}")
 

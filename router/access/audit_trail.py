@@ -61,16 +61,17 @@ class AuditQueue:
         self._writing = asyncio.get_running_loop().create_task(self._write())
 
     async def close(self) -> None:
-        """Write what waits, once, if that takes no more than some seconds, and end. Idempotent."""
+        """Write what waits, if that takes no more than some seconds, and end. Idempotent."""
         writing, self._writing = self._writing, None
         if writing is not None:
             self._closing.set()
             self._news.set()
             done, _ = await asyncio.wait([writing], timeout=_CLOSE_S)
             if not done:
-                log.error("%d lines of the audit log are lost: its owner did not answer", len(self._lines))
                 writing.cancel()
             await asyncio.gather(writing, return_exceptions=True)
+            if self._lines:
+                log.error("%d lines of the audit log are lost: its owner did not answer", len(self._lines))
 
     def refused(self, line: Line) -> None:
         """Queue the line of a request that was refused, or count it as left out if there were too many lately."""

@@ -33,15 +33,16 @@ _PAUSE_S = 5.0
 """Seconds for which the keeper is not asked after it failed to answer."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Charged:
-    """What was charged for prompt and answer of one request."""
+    """What was charged for prompt and answer of one request. It is settled once."""
 
     caller: Caller
     prepaid_tokens: int
     """Charged before, when the body came. They are not given back."""
     tokens: int
     """Charged besides."""
+    is_settled: bool = False
 
 
 Charging = Callable[[], Awaitable[Charged]]
@@ -94,7 +95,13 @@ class Meter:
         return charged
 
     def settle(self, charged: Charged, used_tokens: int) -> None:
-        """Give back what was not used, in a task of its own, so that the end of an answer does not wait for it."""
+        """Give back what was not used, in a task of its own, so that the end of an answer does not wait for it.
+
+        Does nothing the second time.
+        """
+        if charged.is_settled:
+            return
+        charged.is_settled = True
         unused = charged.tokens - max(0, used_tokens - charged.prepaid_tokens)
         if charges := _charges(charged.caller, 0, -unused):
             self._later(self._take(charges))

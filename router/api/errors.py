@@ -16,6 +16,7 @@ from protocol.errors import (
     InsufficientQuotaError,
     InvalidRequestError,
     OverloadedError,
+    StreamTakenError,
     TandemError,
     UnavailableError,
 )
@@ -66,7 +67,7 @@ def error_response(error: TandemError) -> Response:
         headers["retry-after"] = str(max(1, math.ceil(retry_after_s)))
     if isinstance(error, AuthenticationError):
         headers["www-authenticate"] = "Bearer"
-    if isinstance(error, InsufficientQuotaError):
+    if isinstance(error, InsufficientQuotaError | StreamTakenError):
         headers["x-should-retry"] = "false"
     return JSONResponse(error_body(error), error.http_status, headers)
 

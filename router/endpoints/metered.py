@@ -81,7 +81,7 @@ class MeteredRouter:
         return self._metered(request, generations, emitted, charge, emitted)
 
     def give_back(self, charged: Charged) -> None:
-        """Give back what was charged for a stream that could not be resumed."""
+        """Give back what was charged for a stream of which nothing was computed. Does nothing once its rest has ended."""
         self._meter.settle(charged, 0)
 
     def _begun(self, request: Request, generations: Sequence[Generation], before: Sequence[EmittedChoice]) -> Charging:

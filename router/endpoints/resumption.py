@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from protocol.errors import InvalidRequestError
 from router.access.gate import caller_of
+from router.access.meter import Charged
 from router.api.answer_sender import EventSender
 from router.api.completion_events import CompletionEvents
 from router.api.shapes import AnswerInfo, AnswerShape
 from router.endpoints.metered import MeteredRouter
 from router.endpoints.reading import check_model, offload_of
+from router.request.answer import Delta
 from router.request.choices import emitted_choices
 from router.request.generation import Generation
 from router.resume.event_ids import EventId
@@ -59,19 +62,26 @@ class ResumptionEndpoint:
         check_model(self._router, request, None)
         key = stream_key(request, caller_of(request.scope).tenant)
         begun, so_far = await self._recorder.read(key, seen.piece)
-        recorded = AnswerRequest.load(begun)
-        generations, num_choices = recorded.generations, recorded.info.num_choices
-        charged = await self._metered.charge_rest(request, generations, emitted_choices(so_far, num_choices))
+        first = AnswerRequest.load(begun)
+        emitted = emitted_choices(so_far, first.info.num_choices)
+        charged = await self._metered.charge_rest(request, first.generations, emitted)
         try:
             record = await self._recorder.take_over(key, seen.piece)
+            recorded = AnswerRequest.load(record.request)
+            generations, emitted = recorded.generations, emitted_choices(record.deltas, recorded.info.num_choices)
+            rest = self._metered.generate_rest(request, generations, emitted, charged)
+            pieces = self._charged(charged, self._recorder.resumed(record, rest))
+            events = ResumableEvents(CompletionEvents(shape(recorded.info), recorded.info), seen)
+            return EventSender(pieces, events, offload_of(self._router, request), generations[0].num_dropped, self._client_s)
         except BaseException:
             self._metered.give_back(charged)
             raise
-        recorded = AnswerRequest.load(record.request)
-        emitted = emitted_choices(record.deltas, recorded.info.num_choices)
-        rest = self._metered.generate_rest(request, recorded.generations, emitted, charged)
-        events = ResumableEvents(CompletionEvents(shape(recorded.info), recorded.info), seen)
-        pieces = self._recorder.resumed(record, rest)
-        return EventSender(
-            pieces, events, offload_of(self._router, request), recorded.generations[0].num_dropped, self._client_s
-        )
+
+    async def _charged(self, charged: Charged, pieces: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
+        """Yield the pieces. Who leaves before the rest of the answer is begun gets back what it was charged for that."""
+        try:
+            async with contextlib.aclosing(pieces):
+                async for delta in pieces:
+                    yield delta
+        finally:
+            self._metered.give_back(charged)

@@ -38,11 +38,15 @@ class Used(NamedTuple):
     cached_tokens: int
     answer_tokens: int
     outcome: str
+    resumed_tokens: int = 0
 
     @property
     def tokens(self) -> int:
-        """What counts against a budget: tokens of the prompts and of the answers; none if it failed before its first token."""
-        return 0 if self.outcome == "failed" and not self.answer_tokens else self.prompt_tokens + self.answer_tokens
+        """What counts against a budget: tokens of the prompts and of the answers; none if it failed before its first new
+        token.
+        """
+        is_free = self.outcome == "failed" and self.answer_tokens <= self.resumed_tokens
+        return 0 if is_free else self.prompt_tokens + self.answer_tokens
 
     @property
     def budgets(self) -> tuple[str, ...]:
@@ -95,6 +99,7 @@ class UsageEvent:
             self.cached_tokens,
             self.answer_tokens,
             self.outcome,
+            self.resumed_tokens,
         )
 
     def line(self) -> bytes:
@@ -137,6 +142,7 @@ def parse_line(line: bytes) -> Used | None:
             int(found["cached_tokens"]),
             int(found["answer_tokens"]),
             found["outcome"],
+            int(found.get("resumed_tokens", 0)),
         )
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None

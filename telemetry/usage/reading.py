@@ -46,7 +46,7 @@ class UsageSum:
 
     @property
     def tokens(self) -> int:
-        """Tokens that count against a monthly budget: prompts and answers."""
+        """Tokens of prompts and answers. Budgets do not count what failed before its first token."""
         return self.prompt_tokens + self.answer_tokens
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from configs.schema import ClusterConfig
-from kv_transfer.tiers import occupied
+from kv_transfer.tiers import occupied, reader
 from kv_transfer.tiers.store import BlockStore
 from protocol.cache.keys import block_keys
 from protocol.cache.reset import CacheErased, CacheReset
@@ -229,8 +229,11 @@ def test_a_prompt_that_decode_computes_is_read_too(two_workers: Factory, referen
 
 
 @pytest.mark.parametrize("seed", seeds(3, 12, thorough=30))
-def test_random_prompts_in_tight_pools_say_the_same(two_workers: Factory, reference: Reference, seed: int) -> None:
+def test_random_prompts_in_tight_pools_say_the_same(
+    two_workers: Factory, reference: Reference, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Blocks come, go to a memory tier that is too small for all of them, and come again; some requests are cancelled."""
+    monkeypatch.setattr(reader, "_KNOWN_S", 0.0)  # on a busy machine reading may take longer than such a small model computes
     config = config_of(memory_gib=0.0005)
 
     async def scenario() -> None:
@@ -252,9 +255,10 @@ def test_random_prompts_in_tight_pools_say_the_same(two_workers: Factory, refere
 
             for first in range(0, 240, 3):
                 await asyncio.gather(*(one(first + number) for number in range(3)))
-                if first > 20 and workers.prefill.core.load().brought.memory_tokens:
-                    break  # a tier as small as this may have let go all that the first ones could have taken
-            await stored(workers)
+                if first > 20:
+                    await stored(workers)  # also where the writer, which gives way to all others, gets no turn by itself
+                    if workers.prefill.core.load().brought.memory_tokens:
+                        break  # a tier as small as this may have let go all that the first ones could have taken
             assert workers.prefill.core.load().brought.memory_tokens > 0
 
     run(scenario())

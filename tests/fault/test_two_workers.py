@@ -14,7 +14,7 @@ import zmq
 
 from configs.schema import ClusterConfig
 from kv_transfer.transports.loopback import Faults, LoopbackTransport
-from protocol.errors import InvalidRequestError, OverloadedError, TandemError
+from protocol.errors import InvalidRequestError, OverloadedError, TandemError, UnavailableError
 from protocol.messages import Release, Role
 from protocol.sampling import SamplingParams
 from protocol.wire import WireClient
@@ -248,7 +248,7 @@ def test_a_machine_without_descriptors_for_a_moment_ends_no_worker(
             router = await workers.router()
             with monkeypatch.context() as patched:
                 patched.setattr(owner, name, lack)
-                with pytest.raises(TandemError):
+                with pytest.raises(UnavailableError):  # routers try another worker then
                     await router.generate(prompt_of(20), greedy(4))
             assert await router.generate(prompt_of(20), greedy(4), "again") == reference(prompt_of(20), 4)
             await workers.until(workers.all_free)

@@ -158,10 +158,11 @@ def _has_come(client: ApiClient, role: Role, number: int, room_s: float) -> bool
     """Ask for one worker more than `number`, and wait until it is ready. If it is not, take it back and return False."""
     try:
         client.post("/admin/scale", {role.value: number + 1})
-        wait_for(client, what_a_role_lacks(role, number + 1), room_s)
     except InvalidRequestError:  # at the limit
         return False
-    except UnavailableError:  # none came up
+    try:
+        wait_for(client, what_a_role_lacks(role, number + 1), room_s)
+    except (InvalidRequestError, UnavailableError):  # none came up
         client.post("/admin/scale", {role.value: number})
         return False
     return True

@@ -6,8 +6,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 from huggingface_hub import constants as hub_constants
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from configs.facts import WeightFormat
 from configs.models import is_here, list_models, resolve, resolve_for
@@ -74,10 +76,19 @@ def test_a_hub_model_in_the_cache(hub_cache: Path, make_directory: Files) -> Non
     assert facts.weight_files == (snapshot / "model.safetensors",)
 
 
-def test_a_hub_model_that_cant_be_fetched(hub_cache: Path, make_directory: Files) -> None:
-    with pytest.raises(UnavailableError, match="can't fetch org/absent from the Hugging Face hub") as away:
+def test_a_hub_model_that_cant_be_fetched(hub_cache: Path, make_directory: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"can't fetch org/absent from the .* hub.*HF_HUB_OFFLINE is set") as offline:
         resolve("org/absent")
-    assert away.value.param == "model"
+
+    def is_away(*args: object, **options: object) -> str:
+        raise LocalEntryNotFoundError("no connection")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(huggingface_hub, "snapshot_download", is_away)
+        patched.setattr(hub_constants, "HF_HUB_OFFLINE", False)
+        with pytest.raises(UnavailableError, match="can't fetch org/absent from the Hugging Face hub") as away:
+            resolve("org/absent")
+    assert offline.value.param == away.value.param == "model"
     folder = make_directory()
     (folder / "model.safetensors").unlink()
     put_into(hub_cache, "org/half", folder)

@@ -6,14 +6,21 @@ import asyncio
 import contextlib
 import json
 import uuid
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cluster.commands.lib.key_file import add_key
-from protocol.errors import KvTransferError
+from configs.schema import TierConfig
+from protocol.errors import KvTransferError, StreamTakenError
+from router.access.callers import anonymous
+from router.access.meter import Meter
+from router.api.errors import error_response
+from router.endpoints.metered import MeteredRouter
+from router.endpoints.resumption import ResumptionEndpoint
+from router.request.answer import Delta
 
 Run = Callable[..., None]
 TEXT = "one two three four five six seven eight nine ten"
@@ -175,6 +182,7 @@ def test_the_one_who_comes_back_has_the_stream(run_cluster: Run) -> None:
         await reading
         assert "another connection" in first.events[-1]
         assert '"stream_taken"' in first.events[-1], "who comes back then would take it in turn"
+        assert error_response(StreamTakenError("taken")).headers["x-should-retry"] == "false", "OpenAI's clients repeat a 409"
         assert texts(second.data)[0][0] == TEXT
         assert second.events[: len(first.events) - 1] == first.events[:-1], "the same events"
         await cluster.clean()
@@ -206,6 +214,26 @@ def test_who_is_refused_leaves_the_stream_where_it_is(run_cluster: Run, tmp_path
         assert int(refused.headers["retry-after"]) > 0
 
     run_cluster(test, http={"keys_file": str(keys_file)})
+
+
+def test_who_leaves_while_it_is_repeated_pays_nothing(run_cluster: Run) -> None:
+    """Nothing is computed before all that is on record was sent: a client may come and go as often as it likes."""
+
+    async def recorded() -> AsyncGenerator[Delta, None]:
+        for _ in range(2):
+            yield Delta(0, "a", (5,), (), None, 0)
+
+    async def test(cluster: Any) -> None:
+        meter = Meter(None)
+        endpoint = ResumptionEndpoint(cluster.router, MeteredRouter(cluster.router, meter, None), cluster.recorder)
+        caller = anonymous({"standard": TierConfig(tokens_per_minute=60)})
+        for _ in range(3):
+            pieces = endpoint._charged(await meter.charge_answer(caller, 50, 0), recorded())
+            await anext(pieces)
+            await pieces.aclose()
+        await meter.close()
+
+    run_cluster(test)
 
 
 def test_the_body_of_a_resumed_stream_counts_for_nothing(run_cluster: Run) -> None:
