@@ -38,18 +38,18 @@ class Pairs:
         self._on_removed = on_removed
         self._on_evicted = on_evicted
 
-    def add(self, index: StoreIndex, path: str, key: bytes, tenant: bytes, used: Iterable[bytes]) -> bool:
+    def add(self, index: StoreIndex, path: str, key: bytes, tenant: bytes, uses: Iterable[tuple[bytes, int]]) -> bool:
         """Move a file that was written to its place, and evict others for it. Returns False if another process was faster.
 
-        First notes that other blocks were used. Raises sqlite3.Error and OSError.
+        First notes the `uses` of other blocks: their keys, and how many nanoseconds ago. Raises sqlite3.Error and OSError.
         """
         moved = False
         try:
             with index.transaction() as rows:
-                rows.touch(used)
+                rows.touch(uses)
                 if rows.has(key):
                     if self._files.exists(key):
-                        rows.touch([key])
+                        rows.touch([(key, 0)])
                         return False
                     rows.delete(key)
                 self._files.move(path, key)

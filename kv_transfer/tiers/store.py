@@ -89,8 +89,8 @@ class BlockStore:
         self._lock = Lock()
         """Guards the counts, the notes and the list of scans."""
         self._counts = StoreStats()
-        self._noted: dict[bytes, None] = {}
-        """Blocks that were used and not yet noted so in the index, the latest last."""
+        self._noted: dict[bytes, int] = {}
+        """Blocks that were used and not yet noted so in the index, the latest last, and when, by `time.monotonic_ns`."""
         self._scans: list[Thread] = []
         self._closed = False
         self._warned = False
@@ -254,7 +254,7 @@ class BlockStore:
         """Note that a block was used. The index hears of it later, of many at once."""
         with self._lock:
             self._noted.pop(key, None)
-            self._noted[key] = None
+            self._noted[key] = time.monotonic_ns()
             is_due = len(self._noted) >= _NOTED
         if is_due:
             self.note_uses()
@@ -263,7 +263,9 @@ class BlockStore:
         with index.transaction() as rows:
             rows.touch(self._take_notes())
 
-    def _take_notes(self) -> dict[bytes, None]:
+    def _take_notes(self) -> list[tuple[bytes, int]]:
+        """Blocks that were used, and how many nanoseconds ago: what others have stored since is newer."""
         with self._lock:
             noted, self._noted = self._noted, {}
-        return noted
+        now = time.monotonic_ns()
+        return [(key, now - at) for key, at in noted.items()]

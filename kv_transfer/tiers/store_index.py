@@ -107,11 +107,12 @@ class Rows:
         if not self.delete(key):
             raise DamagedIndexError("a block is found in one way and not in the other")
 
-    def touch(self, keys: Iterable[bytes]) -> None:
-        """Note that blocks were used now, in this order."""
+    def touch(self, uses: Iterable[tuple[bytes, int]]) -> None:
+        """Note that blocks were used so many nanoseconds ago, in this order. What was used later by others stays so."""
         now = self._now_ns()
-        for later, key in enumerate(keys):
-            self._execute("UPDATE blocks SET last_use = ? WHERE key = ?", (now + later, key))
+        for later, (key, age_ns) in enumerate(uses):
+            used = now - age_ns + later
+            self._execute("UPDATE blocks SET last_use = ? WHERE key = ? AND last_use < ?", (used, key, used))
 
     def oldest(self) -> bytes | None:
         """Return the block that was used least recently."""

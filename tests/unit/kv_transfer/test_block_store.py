@@ -238,6 +238,22 @@ def test_reads_are_noted_without_a_write(folder: Path, monkeypatch: pytest.Monke
     other.close()
 
 
+def test_a_use_that_is_told_late_is_as_old_as_it_is(folder: Path) -> None:
+    """What another process has stored meanwhile was used later."""
+    store, other = opened(folder, max_blocks=3), opened(folder, max_blocks=3)
+    put(store, key(0))
+    put(store, key(1))
+    assert get(store, key(0))
+    put(other, key(2))
+    store.note_uses()
+    put(other, key(3))
+    assert set(other.held()[1]) == {key(0), key(2), key(3)}, "it was used after the one beside it"
+    put(other, key(4))
+    assert set(other.held()[1]) == {key(2), key(3), key(4)}
+    store.close()
+    other.close()
+
+
 def test_changes_are_numbered(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_index, "KEPT_CHANGES", 5)
     store, other = opened(folder, max_blocks=3), opened(folder, max_blocks=3)
