@@ -14,6 +14,7 @@ import grpc
 import httpx
 import pytest
 
+from cluster.commands.lib.exits import MENDABLE, UNAVAILABLE
 from cluster.ray.leftovers import remove_leftovers
 from tests.integration.listening import listening_elsewhere
 
@@ -53,12 +54,12 @@ def test_a_port_that_is_taken_during_the_start_is_one_line(serve: Callable[..., 
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", served.port))
         taken.listen(1)
-        assert_refused(served, f"127.0.0.1:{served.port}")
+        assert_refused(served, f"127.0.0.1:{served.port}", UNAVAILABLE)
 
 
-def assert_refused(served: Any, named: str) -> None:
-    """Exit code 2, one line that names the culprit, no traceback, no process left."""
-    assert served.process.wait(timeout=60) == 2, served.said()
+def assert_refused(served: Any, named: str, code: int = MENDABLE) -> None:
+    """This exit code, one line that names the culprit, no traceback, no process left."""
+    assert served.process.wait(timeout=60) == code, served.said()
     (line,) = [line for line in served.said().splitlines() if line.strip()]
     assert line.startswith("tandem: ")
     assert named in line
