@@ -19,6 +19,7 @@ from router.access.in_flight import InFlight, Visit
 from router.access.meter import Meter
 from router.api.envelope import AsgiApp, Message, Receive, Scope, Send
 from router.api.errors import error_response
+from router.api.intake import announced_bytes
 
 if TYPE_CHECKING:
     from router.access.usage.noting import UsageNotes
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 _VISIT = "visit"
 _GENERATING = "/v1/"
 """Each POST below it generates. `/tokenize` and `/detokenize` use nothing of a budget, so they are never refused for it."""
-_MAX_DIGITS = 18
 _BYTES_PER_TOKEN = 1024
 """Text work on so many bytes of a body counts as one token: that takes well under a millisecond, as prompts are computed."""
 
@@ -61,7 +61,7 @@ class Limiter:
 
     async def _let_in(self, visit: Visit, caller: Caller, scope: Scope, receive: Receive, send: Send) -> None:
         # A body that is said to be too large is refused before it is read, so it costs no more than the largest.
-        num_tokens = tokens_for(min(_announced_bytes(scope), self._max_body_bytes))
+        num_tokens = tokens_for(min(announced_bytes(scope), self._max_body_bytes))
         try:
             await self._meter.admit(caller, num_tokens)
         except TandemError as error:
@@ -97,10 +97,3 @@ def visit_of(scope: Scope) -> Visit:
 def tokens_for(num_bytes: int) -> int:
     """Return the tokens that are charged for a body of this size, whatever becomes of its request."""
     return max(1, -(-num_bytes // _BYTES_PER_TOKEN))
-
-
-def _announced_bytes(scope: Scope) -> int:
-    for name, value in scope["headers"]:
-        if name == b"content-length" and value.isdigit():
-            return int(value[:_MAX_DIGITS])
-    return 0

@@ -5,11 +5,20 @@ from __future__ import annotations
 import asyncio
 
 from starlette.requests import Request
+from starlette.types import Scope
 
 from router.api.errors import BodyTooLargeError, MediaTypeError, SlowBodyError
 
 _MAX_DIGITS = 18
 """Digits of a length that are looked at: one that has more is as much too large."""
+
+
+def announced_bytes(scope: Scope) -> int:
+    """Return how many bytes a request's body has by its header; 0 if that says no number."""
+    for name, value in scope["headers"]:
+        if name == b"content-length" and value.isdigit():
+            return int(value.lstrip(b"0")[:_MAX_DIGITS] or b"0")
+    return 0
 
 
 async def read_json_bytes(request: Request, max_bytes: int, deadline_s: float) -> bytes:
@@ -20,8 +29,7 @@ async def read_json_bytes(request: Request, max_bytes: int, deadline_s: float) -
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise MediaTypeError(f"the content type must be application/json; got {media_type or 'none'}")
-    announced = request.headers.get("content-length", "0").lstrip("0")
-    if announced.isdecimal() and int(announced[:_MAX_DIGITS]) > max_bytes:
+    if announced_bytes(request.scope) > max_bytes:
         raise _too_large(max_bytes)
     body = bytearray()
     try:

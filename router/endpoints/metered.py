@@ -58,7 +58,7 @@ class MeteredRouter:
         it may never have so many.
         """
         before = [EmittedChoice()] * sum(generation.num_choices for generation in generations)
-        return self._metered(request, generations, before, self._begun(request, generations, before), ())
+        return self._metered(request, generations, before, self._begun(request, generations, before))
 
     async def charge_rest(
         self, request: Request, generations: Sequence[Generation], emitted: Sequence[EmittedChoice]
@@ -78,7 +78,7 @@ class MeteredRouter:
         async def charge() -> Charged:
             return charged
 
-        return self._metered(request, generations, emitted, charge, emitted)
+        return self._metered(request, generations, emitted, charge)
 
     def give_back(self, charged: Charged) -> None:
         """Give back what was charged for a stream of which nothing was computed. Does nothing once its rest has ended."""
@@ -99,10 +99,9 @@ class MeteredRouter:
         generations: Sequence[Generation],
         before: Sequence[EmittedChoice],
         charge: Charging,
-        emitted: Sequence[EmittedChoice],
     ) -> AsyncGenerator[Delta, None]:
         identity = _identity(request)
-        answer = self._router.generate(generations, identity, emitted)
+        answer = self._router.generate(generations, identity, before)
         metered = self._meter.metered(charge, identity.usage, answer)
         if self._usage is None:
             return metered

@@ -152,15 +152,13 @@ class Recorder:
                 outcomes = iter(await self._kept([entry for entries, _ in batch for entry in entries]))
                 for entries, written in batch:
                     *_, outcome = (next(outcomes) for _ in entries)
-                    if not written.done():
-                        written.set_result(outcome)
+                    _tell(written, outcome)
         finally:
             # Whatever ends it, no stream waits for ever, and the next piece begins it anew.
             self._writing, left = None, [*batch, *self._waiting]
             self._waiting = []
             for _, written in left:
-                if not written.done():
-                    written.set_result(WriteOutcome.LOST)
+                _tell(written, WriteOutcome.LOST)
 
     async def _kept(self, entries: Sequence[Entry]) -> list[WriteOutcome]:
         try:
@@ -169,6 +167,12 @@ class Recorder:
         except Exception as error:  # noqa: BLE001 (whatever ails it, serving goes on without it)
             log.warning("streams can't be resumed: their keeper is away (%s)", type(error).__name__)
             return [WriteOutcome.LOST] * len(entries)
+
+
+def _tell(written: asyncio.Future[WriteOutcome], outcome: WriteOutcome) -> None:
+    """Tell the stream that waits what became of its entries; nothing if it waits no more, or has been told."""
+    if not written.done():
+        written.set_result(outcome)
 
 
 def _deltas(chunks: Sequence[bytes]) -> list[Delta]:
