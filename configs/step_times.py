@@ -48,6 +48,16 @@ class StepTimes(BaseModel):
     prefill: tuple[PrefillTime, ...]
     decode: tuple[DecodeTime, ...]
 
+    def what_lacks(self) -> str | None:
+        """Why no lines go through the measured points; None if they do."""
+        chunks = [(point.tokens, point.start) for point in self.prefill]
+        streams = [(point.batch, point.context) for point in self.decode]
+        if len(set(chunks)) < len(chunks) or len(set(streams)) < len(streams):
+            return "a step stands there twice"
+        if not any(start == 0 for _, start in chunks) or not streams:
+            return "no chunk at a prompt's beginning, or no decode step"
+        return None
+
     def prefill_s(self, chunks: Sequence[tuple[int, int]]) -> float:
         """Seconds of a step of chunks (start, number of tokens)."""
         tokens = sum(n for _, n in chunks)

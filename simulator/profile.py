@@ -95,12 +95,8 @@ class Profile(StepTimes):
 
     def _problem(self) -> str | None:
         """Why no line goes through the measured points; None if lines do."""
-        chunks = [(point.tokens, point.start) for point in self.prefill]
-        streams = [(point.batch, point.context) for point in self.decode]
-        if len(set(chunks)) < len(chunks) or len(set(streams)) < len(streams):
-            return "a step stands there twice"
-        if not any(start == 0 for _, start in chunks) or not streams:
-            return "no chunk at a prompt's beginning, or no decode step"
+        if (problem := self.what_lacks()) is not None:
+            return problem
         longest_s = max(*(point.seconds for point in self.prefill), *(point.seconds for point in self.decode))
         return f"a step of {longest_s:g} s; the longest is {_MOST_S:g} s" if longest_s > _MOST_S else None
 

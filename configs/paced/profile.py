@@ -105,12 +105,8 @@ def load_paced_profile(name: str) -> PacedProfile:
         raise ConfigError(f"{name}: can't be read: {error.strerror}; give {known}, or a file", param=_PARAM) from None
     except (ValueError, ValidationError) as error:
         raise ConfigError(f"{name}: this is no profile: {' '.join(str(error).split())}", param=_PARAM) from None
-    chunks = [(point.tokens, point.start) for point in profile.prefill]
-    streams = [(point.batch, point.context) for point in profile.decode]
-    if len(set(chunks)) < len(chunks) or len(set(streams)) < len(streams):
-        raise ConfigError(f"{name}: a step stands there twice", param=_PARAM)
-    if not any(start == 0 for _, start in chunks) or not streams:
-        raise ConfigError(f"{name}: no chunk at a prompt's beginning, or no decode step", param=_PARAM)
+    if (problem := profile.what_lacks()) is not None:
+        raise ConfigError(f"{name}: {problem}", param=_PARAM)
     return profile
 
 
