@@ -5,18 +5,16 @@ One line has `time` (UTC), `event`, who did it, from where, and what came of it.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
-import stat
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from protocol.errors import ConfigError
+from telemetry.log_opening import LOG_MODE, open_log
 
-_MODE = 0o600
 _LONGEST_VALUE = 200
 """Characters of one value: what a client sent may be long."""
 
@@ -45,14 +43,9 @@ class AuditFile:
         """Add the lines, each of them wholly, after whatever others write. Blocks. Raises ConfigError if that fails."""
         data = b"".join(json.dumps(line, separators=(",", ":")).encode() + b"\n" for line in lines)
         try:
-            # A pipe that nobody reads would block, without O_NONBLOCK. For files it changes nothing.
-            file = os.open(
-                self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, _MODE
-            )
+            file = open_log(self._path, os.O_WRONLY | os.O_APPEND)
             try:
-                if not stat.S_ISREG(os.fstat(file).st_mode):
-                    raise OSError(errno.EINVAL, "it is no file")
-                os.fchmod(file, _MODE)
+                os.fchmod(file, LOG_MODE)
                 fcntl.flock(file, fcntl.LOCK_EX)  # held for one write: by the cluster's owner of the log, or by `tandem keys`
                 while data:
                     data = data[os.write(file, data) :]

@@ -16,7 +16,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import stat
 import threading
 import time
 from collections.abc import Iterator
@@ -24,8 +23,8 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from protocol.errors import ConfigError
+from telemetry.log_opening import LOG_MODE, open_log
 
-_MODE = 0o600
 _LONGEST_LINE = 64 * 1024
 """Bytes; those of ours have some hundreds."""
 _BEGIN = b'{"id":'
@@ -189,7 +188,7 @@ def whole_lines(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _locked(path: Path, patience_s: float) -> int:
-    lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, _MODE)
+    lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, LOG_MODE)
     deadline = time.monotonic() + patience_s
     while True:
         try:
@@ -210,15 +209,13 @@ def _opened(path: Path) -> tuple[int, int]:
 
     Raises OSError, and changes nothing, if it is not a file of a usage log.
     """
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, _MODE)
+    file = open_log(path, os.O_RDWR)
     try:
-        if not stat.S_ISREG(os.fstat(file).st_mode):
-            raise OSError(errno.EINVAL, "it is no file")
         size, left = _end_of_lines(file)
         if not _cut_line(left):
             problem = "its end is no beginning of a line of a usage log, so it may be another file; nothing is cut off"
             raise OSError(errno.EINVAL, problem)
-        os.fchmod(file, _MODE)
+        os.fchmod(file, LOG_MODE)
         _sync_folder(path)
     except OSError:
         os.close(file)
