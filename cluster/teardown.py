@@ -24,7 +24,7 @@ from cluster.ray.front import HEAD_RESOURCES, at_head, withdraw
 from cluster.records import delete_records
 from cluster.router_replicas import APPLICATION, remove_application
 from kv_transfer.tiers.occupied import remove_left_in_time
-from protocol.errors import UnavailableError
+from protocol.errors import UnavailableError, first_line
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ def retire_cluster(deadline_s: float) -> None:
         try:
             ray.get(controller.retire.remote(deadline_s), timeout=deadline_s + RETIRE_ANSWER_S)
         except RayError as error:
-            log.warning("requests are cut off: %s", str(error).splitlines()[0])
+            log.warning("requests are cut off: %s", first_line(error))
 
 
 def remove_cluster(*, memory_tiers: bool = True, application: bool = True, keep: str | None = None) -> bool:
@@ -54,7 +54,7 @@ def remove_cluster(*, memory_tiers: bool = True, application: bool = True, keep:
         try:
             ray.get(closing, timeout=_CLOSE_S)
         except (RayError, GetTimeoutError) as error:
-            log.warning("the controller did not end its workers: %s", str(error).splitlines()[0])
+            log.warning("the controller did not end its workers: %s", first_line(error))
     try:
         at_head(HEAD_RESOURCES, withdraw)
     except UnavailableError as error:

@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from configs.cache import cache_dir, exclusive, write_whole
 from configs.facts import KvCacheDtype
+from protocol.errors import first_line
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +136,7 @@ def read_profile(key: ProfileKey) -> MachineProfile | None:
     except FileNotFoundError:
         return None
     except (OSError, ValidationError) as error:
-        log.warning("%s can't be used, as if nothing had been measured: %s", path, str(error).splitlines()[0])
+        log.warning("%s can't be used, as if nothing had been measured: %s", path, first_line(error))
         return None
     if profile.key != key:
         log.warning("%s is of another machine or model, as if nothing had been measured", path)

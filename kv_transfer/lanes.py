@@ -227,7 +227,7 @@ def _device_breaks_the_lane() -> Iterator[None]:
     try:
         yield
     except (torch.OutOfMemoryError, torch.AcceleratorError) as error:
-        raise TransportError(str(error).partition("\n")[0]) from None
+        raise TransportError(first_line(error)) from None
 
 
 class _Push:

@@ -16,7 +16,7 @@ from typing import Any
 
 from cluster.ray.actors import PROCESS_PREFIX
 from cluster.ray.session import check_reachable
-from protocol.errors import ConfigError, InvalidRequestError, UnavailableError
+from protocol.errors import ConfigError, InvalidRequestError, UnavailableError, first_line
 
 _ANSWER_S = 5.0
 _SHORTEST_ID = 6
@@ -130,7 +130,7 @@ def find_gcs(address: str) -> Gcs:
     try:
         found = canonicalize_bootstrap_address_or_die(address)
     except (ConnectionError, ValueError) as error:
-        raise ConfigError(f"no Ray cluster at {address}: {str(error).splitlines()[0]}", param="address") from None
+        raise ConfigError(f"no Ray cluster at {address}: {first_line(error)}", param="address") from None
     check_reachable(found)
     return Gcs(found)
 

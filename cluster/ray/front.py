@@ -27,7 +27,7 @@ from cluster.ray.certificate import CertificateError, CertificateFiles, write_pa
 from cluster.ray.haproxy_guard import FrontSettings, certificate_path, settings_path
 from cluster.ray.private_folder import close_folder
 from configs.schema import ClusterConfig, HttpConfig
-from protocol.errors import ConfigError, UnavailableError
+from protocol.errors import ConfigError, UnavailableError, first_line
 
 HEAD_RESOURCES = {"node:__internal_head__": 0.001}
 """What pins a task or an actor to the head node of a Ray cluster that was joined."""
@@ -81,7 +81,7 @@ def at_head(head_resources: dict[str, float], function: Callable[..., _T], *args
     except RayTaskError as error:
         raise original(error) from None
     except RayError as error:
-        raise UnavailableError(f"the head node does not answer: {str(error).splitlines()[0]}") from None
+        raise UnavailableError(f"the head node does not answer: {first_line(error)}") from None
     return answer
 
 

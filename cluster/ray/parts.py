@@ -29,7 +29,7 @@ from cluster.ray.keepers.streams import start_stream_keeper
 from cluster.ray.placement import Room, pool_of
 from cluster.ray.serve_app import RouterArguments
 from configs.schema import ClusterConfig
-from protocol.errors import ConfigError, InvalidRequestError, UnavailableError
+from protocol.errors import ConfigError, InvalidRequestError, UnavailableError, first_line
 from protocol.messages import Role
 
 
@@ -104,7 +104,7 @@ def ask_controller(reference: Any, deadline_s: float | None = None) -> Any:
     except RayTaskError as error:
         raise original(error) from None
     except RayError as error:
-        raise UnavailableError(f"the controller is gone: {str(error).splitlines()[0]}") from None
+        raise UnavailableError(f"the controller is gone: {first_line(error)}") from None
 
 
 def _start_usage_keeper(config: ClusterConfig, head_resources: dict[str, float]) -> Any | None:

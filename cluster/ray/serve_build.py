@@ -30,7 +30,7 @@ from cluster.ray.front import HEAD_RESOURCES, at_head
 from cluster.ray.serve_app import RouterArguments, router_application
 from configs.loader import load_config
 from configs.schema import ClusterConfig
-from protocol.errors import ConfigError, TandemError, UnavailableError
+from protocol.errors import ConfigError, TandemError, UnavailableError, first_line
 
 _ANSWER_S = 60.0
 _FORMER_S = 120.0
@@ -105,4 +105,4 @@ def _ask(reference: Any, deadline_s: float | None) -> Any:
     except RayTaskError as error:
         raise original(error) from None
     except RayError as error:
-        raise UnavailableError(f"the cluster's actor on the head node is gone: {str(error).splitlines()[0]}") from None
+        raise UnavailableError(f"the cluster's actor on the head node is gone: {first_line(error)}") from None
