@@ -167,7 +167,7 @@ def test_a_running_stream_does_not_move_between_formats(
             await many.until(lambda: many.moves().get("failed", 0) > 0)
             answer = await asking
             assert (answer.token_ids, answer.resumes) == (expected.token_ids, 0)
-            assert set(many.moves()) == {"failed"}
+            assert many.moves().keys() <= {"failed", "cancelled"}  # cancelled: the answer's end met the next attempt
             assert many.network.bytes_sent == sent
 
     run(scenario())
