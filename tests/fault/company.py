@@ -7,19 +7,16 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from configs.schema import LimitsConfig
 from protocol.codec import encode
 from protocol.errors import OverloadedError, WorkerLostError
-from protocol.messages import LoadReport
+from protocol.messages import LoadReport, Ping
 from protocol.wire import WireClient
 from tests.fault.scenarios import Factory, Reference, greedy, prompt_of
-from tests.fault.two_workers import CONFIG, SECRET, ScriptedRouter, TwoWorkers
+from tests.fault.two_workers import SECRET, ScriptedRouter, TwoWorkers
 from tests.hostile_peers import watch
 
 MIB = 1 << 20
 PROMPT = prompt_of(40, 3)
-PATIENT = CONFIG.model_copy(update={"limits": LimitsConfig(lease_s=4.0, heartbeat_s=0.1, connect_s=5.0)})
-"""Both workers, the router and the others share one loop, on a machine that may be busy."""
 
 
 class Company:
@@ -52,7 +49,7 @@ class Company:
 @asynccontextmanager
 async def company(two_workers: Factory, reference: Reference) -> AsyncIterator[Company]:
     expected = reference(PROMPT, 8)
-    async with two_workers(PATIENT) as workers:
+    async with two_workers() as workers:
         here = Company(workers, await workers.router(), expected)
         asking = asyncio.create_task(here.ask())
         try:
@@ -78,6 +75,7 @@ class Insider:
         self.client = client
         self.answers: list[Any] = []
         self._reading = asyncio.create_task(self._read())
+        self._pinging = asyncio.create_task(self._ping())
 
     async def _read(self) -> None:
         with suppress(WorkerLostError):
@@ -85,6 +83,12 @@ class Insider:
                 message = await self.client.receive()
                 if not isinstance(message, LoadReport):
                     self.answers.append(message)
+
+    async def _ping(self) -> None:
+        with suppress(WorkerLostError):
+            while True:
+                self.send(Ping())
+                await asyncio.sleep(0.1)
 
     def send(self, *messages: Any) -> None:
         for message in messages:
@@ -99,6 +103,7 @@ class Insider:
                 await asyncio.sleep(0.002)
 
     async def close(self) -> None:
+        self._pinging.cancel()
         self.client.close()
         await self._reading
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import socket
+import time
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from protocol.cache.keys import block_keys
 from protocol.errors import InvalidRequestError, KvTransferError
 from protocol.messages import FetchFrom, FirstToken, Prefilled, Release, Role, Ticket
 from tests.fault.scenarios import Factory, Reference, greedy, prompt_of, run, seeds
+from tests.fault.two_workers import with_lease
 
 BLOCK_SIZE = 8
 CONFIG = ClusterConfig.model_validate(
@@ -24,7 +26,7 @@ CONFIG = ClusterConfig.model_validate(
         "block_size": BLOCK_SIZE,
         "prefill": {"kv_cache_tokens": 256, "max_batch_tokens": 32},
         "decode": {"kv_cache_tokens": 2048},
-        "limits": {"lease_s": 1.0, "heartbeat_s": 0.1, "connect_s": 5.0},
+        "limits": {"lease_s": 4.0, "heartbeat_s": 0.1, "connect_s": 5.0},
     }
 )
 LENGTH = 100
@@ -62,10 +64,11 @@ def test_what_another_pool_holds_is_not_computed(two_workers: Factory, reference
             fetch = await only_decode_holds(workers, router, prompt_of(LENGTH))
             prompt = prompt_of(LENGTH) + prompt_of(longer, 5)
             computed = workers.prefill.core.load().tokens
+            began = time.monotonic()
             prefilled, tokens = await ask(workers, router, prompt, fetch)
+            assert 0 < prefilled.brought.peer_s < time.monotonic() - began
             assert tokens == reference(prompt, 8)
             assert prefilled.brought.peer_tokens == prefilled.cached_tokens == HELD
-            assert 0 < prefilled.brought.peer_s < 1
             assert workers.prefill.core.load().tokens == computed + len(prompt) - HELD
             again, tokens_again = await ask(workers, router, prompt, fetch)
             assert tokens_again == tokens
@@ -170,7 +173,7 @@ async def fetch_damaged(workers: Any, router: Any, faults: dict[str, int]) -> tu
 )
 def test_damage_is_found_and_computed_anew(two_workers: Factory, reference: Reference, faults: dict[str, int]) -> None:
     async def scenario() -> None:
-        async with two_workers(CONFIG) as workers:
+        async with two_workers(with_lease(CONFIG, 1.0) if "lose_at" in faults else CONFIG) as workers:
             router = await workers.router()
             prefilled, tokens = await fetch_damaged(workers, router, faults)
             assert tokens == reference(prompt_of(LENGTH), 8)
@@ -324,10 +327,10 @@ def test_prompts_that_lack_the_same_blocks_fetch_them_once(two_workers: Factory,
 
 def test_a_lender_that_brings_nothing_is_left_alone_for_a_while(two_workers: Factory, reference: Reference) -> None:
     async def scenario() -> None:
-        config = CONFIG.model_copy(update={"limits": CONFIG.limits.model_copy(update={"connect_s": 0.3})})
         silent = socket.create_server(("127.0.0.1", 0))
-        async with two_workers(config) as workers:
+        async with two_workers(CONFIG) as workers:
             router = await workers.router()
+            workers.prefill._fetching._lenders._limits = CONFIG.limits.model_copy(update={"connect_s": 0.3})
             prompt = prompt_of(LENGTH)
             address = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
             nowhere = FetchFrom(dataclasses.replace(workers.decode.me, address=address), HELD)

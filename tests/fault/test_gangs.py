@@ -19,10 +19,12 @@ from protocol.gang import RunStep
 from protocol.messages import FetchFrom, Release, Role
 from protocol.wire import WireServer
 from tests.fault.scenarios import Reference, greedy, prompt_of, run
-from tests.fault.two_gangs import CPU, HOST, LEASE_S, run_gangs
+from tests.fault.two_gangs import CPU, HOST, run_gangs
 from tests.fault.two_workers import SECRET
 
 SIZES = [1, 2, 4]
+SHORT_S = 1.0
+"""The lease where a test waits until it ends."""
 
 
 @pytest.mark.parametrize("decode", SIZES)
@@ -67,7 +69,7 @@ def test_a_gang_fetches_blocks_of_another(small_model: ModelFacts, reference: Re
 
 def test_a_cancelled_prompt_and_a_broken_lane_leave_nothing(small_model: ModelFacts, reference: Reference) -> None:
     async def scenario() -> None:
-        async with run_gangs(small_model, 2, 4, lease_s=4.0) as (workers, _):
+        async with run_gangs(small_model, 2, 4) as (workers, _):
             router = await workers.router()
             assert await router.generate(prompt_of(50), greedy(4)) == reference(prompt_of(50), 4)
             long = asyncio.create_task(router.generate(prompt_of(900, 1), greedy(4), "long"))
@@ -109,12 +111,12 @@ def test_who_was_held_takes_nobody_for_silent(small_model: ModelFacts, reference
     """A process that is suspended, or short of its processor, heard nobody meanwhile: here all of them at once."""
 
     async def scenario() -> None:
-        async with run_gangs(small_model, 2, 2) as (workers, ranks):
+        async with run_gangs(small_model, 2, 2, lease_s=SHORT_S) as (workers, ranks):
             router = await workers.router()
             assert await router.generate(prompt_of(20), greedy(4)) == reference(prompt_of(20), 4)
             for _ in range(3):
-                time.sleep(1.5 * LEASE_S)  # noqa: ASYNC251 - that is what it is about
-                await asyncio.sleep(LEASE_S / 5)
+                time.sleep(1.5 * SHORT_S)  # noqa: ASYNC251 - that is what it is about
+                await asyncio.sleep(SHORT_S / 5)
             assert not any(task.done() for each in ranks.values() for task in each.running)
             assert await router.generate(prompt_of(50), greedy(4), "again") == reference(prompt_of(50), 4)
             await workers.until(workers.all_free)
@@ -124,7 +126,7 @@ def test_who_was_held_takes_nobody_for_silent(small_model: ModelFacts, reference
 
 def test_a_rank_ends_when_the_first_is_silent_or_a_step_goes_wrong(small_model: ModelFacts) -> None:
     async def scenario() -> None:
-        async with run_gangs(small_model, 2, 2) as (workers, ranks):
+        async with run_gangs(small_model, 2, 2, lease_s=SHORT_S) as (workers, ranks):
             gang = workers.prefill.core.gang
             with pytest.raises(WorkerLostError, match="step 7 came where 1 was due"):
                 await gang.ask(1, lambda call_id: RunStep(call_id, 7, (), tells_layers=False), RunStep, 5)
@@ -156,9 +158,9 @@ def test_a_rank_that_fails_to_load_is_known_while_the_first_one_loads(kind: str)
                 raise ConfigError("48 GiB of weights do not fit", param="model")
             raise StuckError
 
-        follower = Follower(WireServer(SECRET, HOST), 1, 2, HOST, load, LEASE_S, CPU)
+        follower = Follower(WireServer(SECRET, HOST), 1, 2, HOST, load, SHORT_S, CPU)
         running = asyncio.create_task(follower.run())
-        gang = await Gang.connect([follower.address], SECRET, connect_s=5, lease_s=LEASE_S, heartbeat_s=0.1)
+        gang = await Gang.connect([follower.address], SECRET, connect_s=5, lease_s=SHORT_S, heartbeat_s=0.1)
 
         def loading() -> None:
             assert failed.wait(10)

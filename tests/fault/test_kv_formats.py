@@ -18,7 +18,7 @@ from engine.model_runner import DtypeName, ModelRunner
 from kv_transfer.fingerprints.pushes import first_difference, push_fingerprints
 from kv_transfer.plan import cut
 from kv_transfer.pool_view import CpuPoolView
-from kv_transfer.tiers import occupied
+from kv_transfer.tiers import occupied, reader
 from protocol.cache.reset import CacheReset
 from protocol.cluster_view import WorkerState
 from protocol.messages import FetchFrom, KvLayout, Release, Role
@@ -180,6 +180,7 @@ def test_tiers_keep_bytes_and_scales(
 ) -> None:
     """What lies there is not computed; what was damaged there is computed again."""
     monkeypatch.setattr(occupied, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(reader, "_KNOWN_S", 0.0)  # it is read, however slow it was
     config = ClusterConfig.model_validate(
         {
             "dtype": "float32",
@@ -187,7 +188,7 @@ def test_tiers_keep_bytes_and_scales(
             "block_size": 8,
             "prefill": {"kv_cache_tokens": 256, "max_batch_tokens": 32},
             "decode": {"kv_cache_tokens": 2048},
-            "limits": {"lease_s": 1.0, "heartbeat_s": 0.1, "connect_s": 5.0},
+            "limits": {"lease_s": 4.0, "heartbeat_s": 0.1, "connect_s": 5.0},
             "kv_offloading": {"memory_gib": 0.01},
         }
     )

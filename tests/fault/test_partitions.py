@@ -16,10 +16,10 @@ import pytest
 from protocol.errors import KvTransferError
 from protocol.messages import Failed, Release, Ticket
 from tests.fault.scenarios import Factory, Reference, greedy, prompt_of, run
-from tests.fault.two_workers import CONFIG
+from tests.fault.two_workers import CONFIG, with_lease
 
 PROMPT = prompt_of(60)
-LEASE_S = CONFIG.limits.lease_s
+LEASE_S = 1.0
 
 
 class Wire:
@@ -75,7 +75,7 @@ class Wire:
 @pytest.mark.parametrize("open_before", [True, False])
 def test_prefill_says_what_decode_cannot_hear(two_workers: Factory, reference: Reference, open_before: bool) -> None:
     async def scenario() -> None:
-        async with two_workers() as workers, Wire(workers.decode.me.address).running() as wire:
+        async with two_workers(with_lease(CONFIG, LEASE_S)) as workers, Wire(workers.decode.me.address).running() as wire:
             router = await workers.router()
             late: list[Failed] = []
             router.prefill._on_late_failure = late.append

@@ -14,6 +14,7 @@ from kv_transfer.transports.loopback import Faults
 from protocol.errors import TandemError
 from protocol.messages import FirstToken, Release
 from tests.fault.scenarios import Factory, Reference, greedy, prompt_of, run, seeds
+from tests.fault.two_workers import CONFIG, with_lease
 
 BLOCK_SIZE = 8
 TIGHT = ClusterConfig.model_validate(
@@ -22,7 +23,7 @@ TIGHT = ClusterConfig.model_validate(
         "block_size": BLOCK_SIZE,
         "prefill": {"kv_cache_tokens": 192, "max_batch_tokens": 32},
         "decode": {"kv_cache_tokens": 2048},
-        "limits": {"lease_s": 1.0, "heartbeat_s": 0.1, "connect_s": 5.0},
+        "limits": {"lease_s": 4.0, "heartbeat_s": 0.1, "connect_s": 5.0},
     }
 )
 
@@ -214,7 +215,7 @@ def test_a_failed_handoff_leaves_a_good_cache(two_workers: Factory, reference: R
     """What went wrong on the way is not in the pool it came from; nor is a hit pushed from a damaged place."""
 
     async def scenario() -> None:
-        async with two_workers() as workers:
+        async with two_workers(CONFIG if faults.lose_at is None else with_lease(CONFIG, 1.0)) as workers:
             router = await workers.router()
             prompt = prompt_of(70)
             workers.network.faults = faults

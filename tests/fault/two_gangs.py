@@ -20,13 +20,12 @@ from kv_transfer.transports.loopback import LoopbackNetwork, LoopbackTransport
 from prefill_workers.worker import PrefillWorker
 from protocol.messages import Role, WorkerRef
 from protocol.wire import WireServer
-from tests.fault.two_workers import CONFIG, SECRET, TwoWorkers, first_rank, served
+from tests.fault.two_workers import CONFIG, SECRET, TwoWorkers, first_rank, served, with_lease
 from worker.core import WorkerCore
 from worker.rank import share_of
 
 HOST = "127.0.0.1"
 CPU = torch.device("cpu")
-LEASE_S = CONFIG.limits.lease_s
 
 
 @dataclass
@@ -39,10 +38,14 @@ class Ranks:
 
 @asynccontextmanager
 async def run_gangs(
-    facts: ModelFacts, num_prefill: int, num_decode: int, kv_cache_dtype: KvCacheDtype = "auto", lease_s: float = LEASE_S
+    facts: ModelFacts,
+    num_prefill: int,
+    num_decode: int,
+    kv_cache_dtype: KvCacheDtype = "auto",
+    lease_s: float = CONFIG.limits.lease_s,
 ) -> AsyncIterator[tuple[TwoWorkers, dict[Role, Ranks]]]:
     """All ranks share one loop with everybody who has to hear of them: `lease_s` is how late it may be."""
-    config = CONFIG.model_copy(update={"limits": CONFIG.limits.model_copy(update={"lease_s": lease_s})})
+    config = with_lease(CONFIG, lease_s)
     network = LoopbackNetwork()
     transports = [LoopbackTransport(network)]
 
@@ -81,7 +84,7 @@ async def run_gangs(
 
 
 async def load_gang(
-    size: int, load: Callable[[TensorParallel], Runner], share: Callable[[Runner], Share], lease_s: float = LEASE_S
+    size: int, load: Callable[[TensorParallel], Runner], share: Callable[[Runner], Share], lease_s: float
 ) -> tuple[Ranks, Gang, Runner, str]:
     followers = [
         Follower(WireServer(SECRET, HOST), rank, size, HOST, lambda ranks: share(load(ranks)), lease_s, CPU)

@@ -57,8 +57,14 @@ CONFIG = ClusterConfig(
     block_size=8,
     prefill=PrefillConfig(kv_cache_tokens=1024, max_batch_tokens=32),
     decode=DecodeConfig(kv_cache_tokens=1024, max_batch_size=8),
-    limits=LimitsConfig(lease_s=1.0, heartbeat_s=0.1, connect_s=5.0),
+    limits=LimitsConfig(lease_s=4.0, heartbeat_s=0.1, connect_s=5.0),
 )
+"""All share one loop, on a machine that may be busy: a lease is far longer than it is held up there."""
+
+
+def with_lease(config: ClusterConfig, lease_s: float) -> ClusterConfig:
+    """The same with another lease: a short one where a test waits until it ends."""
+    return config.model_copy(update={"limits": config.limits.model_copy(update={"lease_s": lease_s})})
 
 
 Frames = defaultdict[int, asyncio.Queue[StreamOutput]]
