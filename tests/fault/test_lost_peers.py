@@ -26,8 +26,8 @@ from tests.fault.scenarios import THOROUGH, Reference, greedy, prompt_of, run
 from tests.fault.two_workers import ScriptedRouter, connect_router, leaks_of
 from tests.fault.worker_process import WorkerProcess, make_worker, worker_process
 
-LEASE_S = 1.0
-SLACK_S = 3.0
+LEASE_S = 2.0
+SLACK_S = 6.0
 """Heartbeats, scheduling and a busy machine."""
 CONFIG = ClusterConfig.model_validate(
     {
