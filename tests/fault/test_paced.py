@@ -103,9 +103,9 @@ def knows(caches: Caches, keys: list[bytes]) -> bool:
 
 
 def dear_prompts(folder: Path) -> str:
-    """A profile by which a token of a prompt takes a millisecond, far more than a busy machine adds to a step."""
+    """A profile by which a token of a prompt takes two milliseconds, far more than a busy machine adds to a step."""
     profile = load_paced_profile(DEFAULT_PROFILE)
-    prefill = tuple(PrefillTime(tokens=tokens, start=0, seconds=0.005 + tokens / 1000) for tokens in (1, 2048))
+    prefill = tuple(PrefillTime(tokens=tokens, start=0, seconds=0.005 + tokens / 500) for tokens in (1, 2048))
     (folder / "profile.json").write_text(profile.model_copy(update={"prefill": prefill}).model_dump_json())
     return str(folder / "profile.json")
 
