@@ -26,7 +26,7 @@ from decode_workers.scheduler import DecodeScheduler
 from decode_workers.step_loop import StepLoop
 from decode_workers.ticket_entry import TicketEntry
 from engine.engine_thread import EngineThread
-from protocol.endpoint import Handler
+from protocol.endpoint import Handler, Listening
 from protocol.errors import KvTransferError
 from protocol.messages import (
     VARIES,
@@ -76,6 +76,7 @@ class DecodeWorker:
             step_tokens=core.config.chunk_tokens,
             beside=lambda shared: core.growth_beside(self, shared) or 0,
         )
+        self._listening = Listening(limits.lease_s)
         self._scheduler = DecodeScheduler(
             self.ledger, core.config.decode.max_batch_size, core.config.chunk_tokens, limits.turn_s, time.monotonic
         )
@@ -147,8 +148,10 @@ class DecodeWorker:
         self.ledger.peer_lost(peer)
 
     def beat(self) -> None:
-        """Give up the tickets that nobody has renewed."""
-        self.ledger.expire()
+        """Give up the tickets that nobody has renewed, unless this process was held: what renews them may lie unread then."""
+        self._listening.look()
+        if self._listening.listened_s >= self.core.config.limits.lease_s:
+            self.ledger.expire()
 
     async def close(self) -> None:
         """Nothing is under way that the core does not end."""

@@ -51,6 +51,11 @@ class Listening:
             self._since = now
         self._looked_at = now
 
+    @property
+    def listened_s(self) -> float:
+        """Seconds of listening up to the latest look."""
+        return self._looked_at - self._since
+
     def silent_s(self, heard_at: float) -> float:
         """Seconds of listening up to the latest look in which nothing came from a peer that was last heard at `heard_at`."""
         return self._looked_at - max(heard_at, self._since)

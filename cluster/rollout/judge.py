@@ -25,7 +25,9 @@ MOST_TIMES = 1.5
 """Times as long as at the other workers that the median and p90 may be."""
 _QUANTILES = (0.5, 0.9)
 _LEAST_COMPARED = 10
-"""Requests at the other workers below which nothing is compared with them."""
+"""Requests of either kind below which durations are not compared: those that a machine holds up together are no chances of
+their own.
+"""
 _NEGLIGIBLE = 1e-12
 """Share of a sum below which its terms, and those after them, change nothing."""
 _SIGMAS = 2.0
@@ -141,7 +143,7 @@ def chance_of_long(long: int, number: int, share: float) -> float:
 
 def _slower(what: str, current: Bins, new: Bins, pending: Bins) -> str | None:
     number = sum(current)
-    if number < _LEAST_COMPARED or not (new or pending):
+    if number < _LEAST_COMPARED or sum(new) + sum(pending) < _LEAST_COMPARED:
         return None
     for share in _QUANTILES:
         # What was measured of the others may be too low by chance.

@@ -98,10 +98,14 @@ class Served:
         """What runs under the mark: process ids to command lines."""
         return marked_processes(self.mark)
 
-    def command(self, *arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    def command(
+        self, *arguments: str, environment: dict[str, str] | None = None, timeout_s: float = 90
+    ) -> subprocess.CompletedProcess[str]:
         """Another `tandem` command on this cluster."""
         variables = _without_ray() | {"TANDEM_URL": self.url} | (environment or {})
-        return subprocess.run([TANDEM, *arguments], env=variables, capture_output=True, text=True, timeout=90, check=False)
+        return subprocess.run(
+            [TANDEM, *arguments], env=variables, capture_output=True, text=True, timeout=timeout_s, check=False
+        )
 
     def end(self, number: int = signal.SIGTERM) -> float:
         """Send a signal; seconds until the command has ended."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
@@ -12,14 +13,24 @@ LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFF
 
 def listening(pid: int) -> Iterator[tuple[str, int]]:
     """Address, in hexadecimal, and port of each listening socket of a process."""
-    links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()]
-    inodes = {link.removeprefix("socket:[").rstrip("]") for link in links if link.startswith("socket:")}
+    inodes = set(_sockets(pid))
     for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
-            words = line.split()
-            address, _, port = words[1].partition(":")
-            if words[3] == "0A" and words[9] in inodes:
-                yield address, int(port, 16)
+        with suppress(OSError):
+            for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+                words = line.split()
+                address, _, port = words[1].partition(":")
+                if words[3] == "0A" and words[9] in inodes:
+                    yield address, int(port, 16)
+
+
+def _sockets(pid: int) -> Iterator[str]:
+    """Inodes of a process's sockets; of one that has ended, none."""
+    with suppress(OSError):
+        for descriptor in os.listdir(f"/proc/{pid}/fd"):
+            with suppress(OSError):  # closed meanwhile
+                kind, _, inode = os.readlink(f"/proc/{pid}/fd/{descriptor}").partition(":")
+                if kind == "socket":
+                    yield inode.strip("[]")
 
 
 def listening_elsewhere(pid: int) -> list[int]:

@@ -15,7 +15,7 @@ from tests.integration.disturbed import begun, disturbed, until
 
 pytestmark = pytest.mark.slow
 
-BACK_S = 20.0
+BACK_S = 60.0
 
 
 def controller(cluster: Any) -> int | None:

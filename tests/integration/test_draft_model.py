@@ -63,13 +63,16 @@ def test_a_kill_and_a_drain_change_nothing(drafted: Any) -> None:
     def decodes() -> list[dict[str, Any]]:
         return [worker for worker in drafted.workers() if worker["role"] == "decode"]
 
-    def busy() -> list[dict[str, Any]]:
-        return [each for each in decodes() if (each["running"] or 0) > 2]
+    busy: list[dict[str, Any]] = []
+
+    def both_busy() -> bool:
+        busy[:] = [each for each in decodes() if (each["running"] or 0) > 2]
+        return len(busy) == 2
 
     with ThreadPoolExecutor(len(requests)) as threads:
         answers = [threads.submit(ask, drafted.url, request) for request in requests]
-        drafted.until(lambda: len(busy()) == 2, 60)
-        victim, other = busy()
+        drafted.until(both_busy, 60)
+        victim, other = busy
         os.kill(victim["pid"], signal.SIGKILL)
         drafted.until(lambda: counted(drafted, "tandem:resumed_streams_total") > resumed, 60)
         drafted.until(lambda: drafted.settled(1, 2), 120)

@@ -146,6 +146,7 @@ def load(cluster: Any, stop: threading.Event) -> Iterator[Stream]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_a_rollout_under_load_fails_no_request(two_decodes: Any) -> None:
     cluster = two_decodes
     before = {w["worker_id"]: w["epoch"] for w in cluster.workers()}
@@ -153,7 +154,7 @@ def test_a_rollout_under_load_fails_no_request(two_decodes: Any) -> None:
     loading = threading.Thread(target=lambda: answered.extend(load(cluster, stop)))
     loading.start()
     try:
-        rolled = cluster.command("rollout")
+        rolled = cluster.command("rollout", timeout_s=240)
     finally:
         stop.set()
         loading.join(240)

@@ -16,7 +16,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-GONE_S = 10.0
+GONE_S = 30.0
 
 
 def folder_of(served: Any) -> Path:
@@ -47,7 +47,7 @@ def test_sigterm_lets_streams_end_and_nothing_new_in(serve: Callable[..., Any]) 
     served.wait_ready()
     folder = folder_of(served)
     assert (ask(served, "/live").status_code, ask(served, "/ready").status_code) == (200, 200)
-    with stream(served, 150) as lines:
+    with stream(served, 600) as lines:
         served.process.send_signal(signal.SIGTERM)
         served.until(lambda: ask(served, "/ready").status_code == 503, GONE_S)
         refused = ask(served, "/v1/completions")
@@ -56,7 +56,7 @@ def test_sigterm_lets_streams_end_and_nothing_new_in(serve: Callable[..., Any]) 
         rest = list(lines)
     assert "data: [DONE]" in rest[-3:]
     assert sum('"finish_reason":"length"' in line.replace(" ", "") for line in rest) == 1
-    served.process.wait(timeout=60)
+    served.process.wait(timeout=120)
     assert served.process.returncode == 0
     assert "cut off" not in served.said()
     served.until(lambda: not served.processes() and not folder.exists(), GONE_S)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -203,7 +204,10 @@ def test_a_hundred_flips_under_load_leave_nothing_behind(serve: Callable[..., An
                 worker_id = f"worker-{rng.randrange(8)}"
                 role = rng.choice(sorted({"prefill", "decode", "both"} - {cluster.worker(worker_id)["role"]}))
                 answer = cluster.ask("POST", "/admin/flip", json={"worker_id": worker_id, "role": role})
-                assert answer.status_code == 200 or "the only" in answer.json()["error"]["message"], answer.text
+                # A role that it has already: the status was of a moment before its last flip.
+                assert answer.status_code == 200 or re.search("the only|already", answer.json()["error"]["message"]), (
+                    answer.text
+                )
                 flips += answer.status_code == 200
         finally:
             over.set()

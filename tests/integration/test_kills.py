@@ -113,6 +113,7 @@ def test_streams_wait_for_the_only_decode_worker(cluster: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_a_stopped_worker_loses_its_streams_and_harms_nobody_when_it_wakes_up(serve: Callable[..., Any], tmp_path: Any) -> None:
     """It has tickets and tokens of streams that have long gone on elsewhere."""
     config = tmp_path / "impatient.yaml"

@@ -167,7 +167,7 @@ def test_a_deadline_that_is_too_short_has_streams_resumed_elsewhere(nodes: Nodes
     node = nodes.node_of(worker(joined, "decode"))
     streams = variants(joined, 8, TOKENS)
     under_way(joined, streams)
-    leaving = nodes.leave(node, "--deadline", "3")  # shorter than a start takes
+    leaving = nodes.leave(node, "--deadline", "1")  # shorter than a start takes
     _, said = leaving.communicate(timeout=30)
     assert leaving.returncode in (0, 1), said
     assert finished(streams) == expected
@@ -187,6 +187,7 @@ def test_a_controller_that_dies_meanwhile_goes_on(nodes: Nodes, joined: Any) -> 
     assert finished(streams) == expected
 
 
+@pytest.mark.timeout(400)
 def test_a_ray_start_that_gets_sigterm_is_left_as_well(nodes: Nodes, joined: Any, tmp_path: Path) -> None:
     """As a pod that Kubernetes ends: `ray start --block` drains its node for RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S."""
     expected = run_all(variants(joined, 8, TOKENS))

@@ -18,7 +18,7 @@ from cluster.commands.lib.exits import MENDABLE, UNAVAILABLE
 from cluster.ray.leftovers import remove_leftovers
 from tests.integration.listening import listening_elsewhere
 
-GONE_S = 10.0
+GONE_S = 30.0
 
 
 def test_a_truncated_model_file_is_one_line(tmp_path: Path, serve: Callable[..., Any]) -> None:

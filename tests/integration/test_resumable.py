@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from benchmarks.lib.streams import Answered, Request
+from tests.integration.router_counts import wait_for_routers
 
 pytestmark = pytest.mark.slow
 
@@ -98,6 +99,7 @@ def test_streams_outlive_their_router(routers: Any, tenants: list[dict[str, str]
             return streams
 
     assert len(replicas(routers)) == 2
+    wait_for_routers(routers, 2, tenants[0])
     streams = asyncio.run(main())
     broken = [stream for stream in streams if stream.num_breaks]
     assert 0 < len(broken) < len(streams), "each router had some"

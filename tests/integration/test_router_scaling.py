@@ -9,7 +9,6 @@ import os
 import random
 import signal
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,9 +17,9 @@ from typing import Any
 
 import httpx
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.lib.streams import Request
+from tests.integration.router_counts import counted, wait_for_routers
 from tests.integration.test_paced_serving import expected
 from tests.integration.test_resumable import Stream, replicas
 
@@ -81,16 +80,6 @@ def load(cluster: Any) -> Iterator[list[Client]]:
             over.set()
         for each in running:
             each.result()
-
-
-def counted(cluster: Any) -> dict[str, defaultdict[str, float]]:
-    """One scrape: what each router has counted, by the metric's name."""
-    found: dict[str, defaultdict[str, float]] = {}
-    for family in text_string_to_metric_families(httpx.get(f"{cluster.url}/metrics", timeout=30).text):
-        for sample in family.samples:
-            if "router" in sample.labels:
-                found.setdefault(sample.name, defaultdict(float))[sample.labels["router"]] += sample.value
-    return found
 
 
 def routers(cluster: Any) -> dict[str, int | None]:
@@ -197,6 +186,7 @@ def test_streams_longer_than_a_router_that_goes_are_resumed(serve: Callable[...,
     config.write_text("http: {router_replicas: 2}\nlimits: {shutdown_s: 1}\n")
     cluster = serve("--engine", "paced", "--config", str(config), environment=HARD_STOP)
     cluster.wait_ready()
+    wait_for_routers(cluster, 2)
     streams = [Stream(Request("greedy", 5, 7000), {}) for _ in range(6)]
 
     async def main() -> None:

@@ -109,6 +109,7 @@ def test_every_answer_is_the_same(guessing: Any, expected: list[dict[str, Any]])
         for request, answer, alone in zip(requests, answers, expected, strict=True):
             assert answer == alone, request
     guessing.until(lambda: counted(guessing, "tandem:spec_decode_num_accepted_tokens_total") > 300, 20)
+    guessing.until(guessing.clean, 20)  # what is reported then counts all of it
     drafts = counted(guessing, "tandem:spec_decode_num_draft_tokens_total")
     assert drafts >= counted(guessing, "tandem:spec_decode_num_accepted_tokens_total")
     rows = [worker for worker in guessing.workers() if worker["role"] == "decode"]
@@ -160,8 +161,23 @@ def decodes(served: Any) -> list[dict[str, Any]]:
     return [worker for worker in served.workers() if worker["role"] == "decode"]
 
 
+Busy = Callable[[Collection[str]], list[dict[str, Any]]]
+
+
+def first_busy(served: Any, busy: Busy, worker_ids: Collection[str]) -> dict[str, Any]:
+    """Wait until one of them has several streams."""
+    found: list[dict[str, Any]] = []
+
+    def look() -> bool:
+        found[:] = busy(worker_ids)
+        return bool(found)
+
+    served.until(look, 60)
+    return found[0]
+
+
 @contextmanager
-def under_load(served: Any, expected: list[dict[str, Any]]) -> Iterator[Callable[[Collection[str]], list[dict[str, Any]]]]:
+def under_load(served: Any, expected: list[dict[str, Any]]) -> Iterator[Busy]:
     """All requests at once, again and again: tells which of some workers have several streams. All is said as expected."""
     requests = requests_of_every_kind()
     with ThreadPoolExecutor(len(requests)) as threads:
@@ -185,13 +201,12 @@ def test_kills_and_drains_change_nothing(guessing: Any, expected: list[dict[str,
     resumed = counted(guessing, "tandem:resumed_streams_total")
     with under_load(guessing, expected) as busy:
         names = {worker["worker_id"] for worker in decodes(guessing)}
-        guessing.until(lambda: busy(names), 60)
-        [victim, *_] = busy(names)
+        victim = first_busy(guessing, busy, names)
         os.kill(victim["pid"], signal.SIGKILL)
         guessing.until(lambda: counted(guessing, "tandem:resumed_streams_total") > resumed, 60)
         guessing.until(lambda: guessing.settled(1, 2), 120)
         [other] = names - {victim["worker_id"]}
-        guessing.until(lambda: busy({other}), 60)
+        first_busy(guessing, busy, {other})
         drained = guessing.ask("POST", "/admin/drain", json={"worker": other, "restart": True})
         assert drained.status_code == 200, drained.text
     guessing.until(lambda: guessing.settled(1, 2), 120)
@@ -202,12 +217,11 @@ def test_flips_change_nothing(guessing: Any, expected: list[dict[str, Any]]) -> 
     moved = counted(guessing, "tandem:migrations_total")
     with under_load(guessing, expected) as busy:
         names = {worker["worker_id"] for worker in decodes(guessing)}
-        guessing.until(lambda: busy(names), 60)
-        [flipped, *_] = busy(names)
+        flipped = first_busy(guessing, busy, names)
         told = guessing.command("flip", flipped["worker_id"])
         assert told.returncode == 0, told.stderr
         guessing.until(lambda: counted(guessing, "tandem:migrations_total") > moved, 60)
-        guessing.until(lambda: busy(names - {flipped["worker_id"]}), 60)
+        first_busy(guessing, busy, names - {flipped["worker_id"]})
         assert guessing.command("scale", "prefill=1", "decode=2").returncode == 0
     guessing.until(lambda: guessing.settled(1, 2), 120)
 
