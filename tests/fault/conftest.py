@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ from transformers import LlamaForCausalLM, RepetitionPenaltyLogitsProcessor
 
 from configs.facts import ModelFacts
 from configs.schema import ClusterConfig
+from engine.batch import Chunk
+from engine.model_runner import ModelRunner
 from tests.fault.two_workers import CONFIG, TwoWorkers, run_two_workers
 from tests.tiny_models import random_model, saved, tiny_facts
 
@@ -35,6 +39,21 @@ def two_workers(small_model: ModelFacts) -> TwoWorkersFactory:
         return run_two_workers(facts, config, prefill_block_size)
 
     return make
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """While it is clear, every worker's next step waits."""
+    opened, execute = threading.Event(), ModelRunner.execute
+
+    def gated(runner: ModelRunner, chunks: Sequence[Chunk], on_layer: Callable[[int], None] | None = None) -> Any:
+        assert opened.wait(60), "the gate stayed closed"
+        return execute(runner, chunks, on_layer)
+
+    opened.set()
+    monkeypatch.setattr(ModelRunner, "execute", gated)
+    yield opened
+    opened.set()
 
 
 @pytest.fixture(scope="session")

@@ -199,13 +199,16 @@ def test_who_leaves_while_drafts_are_computed_gives_all_back(
             expected = await unguessed(many, wanted)
             drafter: Any = many.decodes["decode-0"].core.rank.draft
             draft, release = drafter.draft, ModelDrafts.release
-            wanted_late, computing, left, had_blocks = threading.Event(), threading.Event(), threading.Event(), list[bool]()
+            wanted_late, computing, had_blocks = threading.Event(), threading.Event(), list[bool]()
+            left = [threading.Event()]
+            """Of each who is to leave; its own, so that nobody waits for the next one."""
 
             def late(requests: Any) -> Any:
                 """Computes once somebody has left, if somebody is to leave."""
                 if wanted_late.is_set():
+                    mine = left[-1]
                     computing.set()
-                    assert left.wait(60), "nobody left"
+                    assert mine.wait(60), "nobody left"
                 return draft(requests)
 
             def released(self: ModelDrafts) -> None:
@@ -213,7 +216,7 @@ def test_who_leaves_while_drafts_are_computed_gives_all_back(
                     had_blocks.append(bool(self.blocks))
                     wanted_late.clear()
                     computing.clear()
-                    left.set()
+                    left[-1].set()
                 release(self)
 
             monkeypatch.setattr(ModelDrafts, "release", released)
@@ -223,11 +226,11 @@ def test_who_leaves_while_drafts_are_computed_gives_all_back(
             await many.until(lambda: many.draft_blocks() > 0)
             staying = [asyncio.create_task(many.ask(prompt, sampling)) for prompt, sampling in wanted]
             for each in leaving:
-                left.clear()
+                left.append(threading.Event())
                 wanted_late.set()
                 await many.until(computing.is_set)
                 each.cancel()
-                await many.until(left.is_set)
+                await many.until(left[-1].is_set)
             await asyncio.wait(leaving)
             assert [each.token_ids for each in await asyncio.gather(*staying)] == [each.token_ids for each in expected]
             assert len(had_blocks) == len(leaving), "each left while drafts were computed"

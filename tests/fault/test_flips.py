@@ -42,6 +42,7 @@ def test_streams_leave_a_decode_worker_that_flips(small_model: ModelFacts, ranks
             expected = await undisturbed(many, wanted)
             many.controller.mark("decode-1", WorkerState.DRAINING)
             await many.until(lambda: len(many.roster.ready(Role.DECODE)) == 1)
+            many.step_s = 0.01  # so that streams still run when they are to move
             asking = asyncio.create_task(ask_all(many, wanted))
             await many.until(lambda: many.running("decode-0") == 8)
             many.controller.mark("decode-1", WorkerState.READY)
@@ -55,6 +56,8 @@ def test_streams_leave_a_decode_worker_that_flips(small_model: ModelFacts, ranks
                 if computed(many, "decode-0"):
                     break
             assert computed(many, "decode-0") > 0, "it is chosen for prompts while its streams move"
+            await many.until(lambda: many.moves("flip").get("moved") == 8)
+            many.step_s = 0.0
             answers = await asking
             assert same(answers, expected)
             assert not any(answer.resumes for answer in answers), "nothing was computed anew"
@@ -135,6 +138,7 @@ def test_streams_stay_at_a_decode_worker_that_does_both_from_now_on(small_model:
         async with run_many_decodes(small_model, 2, ALWAYS) as many:
             wanted = [(prompt, endless(300)) for prompt, _ in cases(1, 300)]
             expected = await undisturbed(many, wanted)
+            many.step_s = 0.01  # so that streams still run when they could move
             asking = asyncio.create_task(ask_all(many, wanted))
             await many.until(lambda: many.running("decode-0") + many.running("decode-1") == 8)
             await many.flip("decode-0", Duty.BOTH)
@@ -143,6 +147,7 @@ def test_streams_stay_at_a_decode_worker_that_does_both_from_now_on(small_model:
             before = prefilled(many, "decode-0")
             await ask_all(many, [(prompt_of(90, 100 + number), endless(4)) for number in range(12)])
             assert prefilled(many, "decode-0") > before
+            many.step_s = 0.0
             assert same(await asking, expected)
             assert not many.moves("flip")
             assert not many.moves("drain")
@@ -170,9 +175,11 @@ def test_one_that_does_both_serves_alone(small_model: ModelFacts, mode: Literal[
             expected = await undisturbed(many, wanted)
             await many.flip("decode-0", Duty.BOTH)
             await many.until(lambda: len(many.roster.ready(Role.PREFILL)) == 2)
+            many.step_s = 0.02  # so that more than two run at once
             asking = asyncio.create_task(ask_all(many, wanted))
             await many.until(lambda: many.running("decode-0") > 2)
             await many.kill("prefill-0")
+            many.step_s = 0.0
             assert same(await asking, expected)
             await many.until(lambda: len(many.roster.ready(Role.PREFILL)) == 1)
             assert same(await ask_all(many, wanted), expected), "what is held is not taken from the cache to the last token"

@@ -137,9 +137,11 @@ def test_a_running_stream_moves(wide_model: ModelFacts, alone: Reference) -> Non
     async def scenario() -> None:
         config = many_decodes.CONFIG.model_copy(update={"kv_cache_dtype": "int8"})
         async with run_many_decodes(wide_model, 2, config) as many:
+            many.step_s = 0.01  # so that it still runs when it is to move
             asking, _ = await started(many, endless(200), prompt_of(50))
             for _ in range(2):
                 await elsewhere(many)
+            many.step_s = 0.0
             answer = await asking
             assert (answer.token_ids, answer.resumes) == (alone(prompt_of(50), 200, False), 0)
             assert many.moves() == {"moved": 2}

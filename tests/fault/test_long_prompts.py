@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -166,7 +167,7 @@ def test_a_long_prompt_that_decode_computes_goes_on_elsewhere_after_a_kill(long_
     assert_is_the_reference_s(long_model, prompt, answers[0])
 
 
-def test_a_long_prompt_that_is_cancelled_leaves_nothing(long_model: ModelFacts) -> None:
+def test_a_long_prompt_that_is_cancelled_leaves_nothing(long_model: ModelFacts, gate: threading.Event) -> None:
     prompt = prompt_of(CONTEXT - ANSWER, 2)
 
     async def scenario() -> None:
@@ -174,9 +175,12 @@ def test_a_long_prompt_that_is_cancelled_leaves_nothing(long_model: ModelFacts) 
             ticket = await router.reserve(prompt, ANSWER)
             asked = asyncio.create_task(router.compute(ticket, prompt, greedy(ANSWER), "long", patience_s=SECONDS))
             await workers.until(lambda: workers.prefill.core.load().steps > 20)
+            gate.clear()
             steps = workers.prefill.core.load().steps
             router.cancel("long")
             router.decode.send(Release(ticket.ticket_id))
+            await workers.until(lambda: all(job.stopped for job in workers.prefill._jobs))
+            gate.set()
             await workers.until(workers.all_free)
             assert workers.prefill.core.load().steps <= steps + 2
             asked.cancel()

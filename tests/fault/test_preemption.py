@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -132,7 +133,7 @@ def test_a_request_as_large_as_the_pool_runs_beside_others(two_workers: Factory)
 
 
 def test_a_preempted_stream_that_waits_too_long_keeps_its_tenants_tickets_waiting_and_can_be_cancelled(
-    two_workers: Factory,
+    two_workers: Factory, gate: threading.Event
 ) -> None:
     """`turn_s` is so short that it would always wait too long. Another tenant's ticket is granted meanwhile."""
 
@@ -143,11 +144,13 @@ def test_a_preempted_stream_that_waits_too_long_keeps_its_tenants_tickets_waitin
             second = await started(router, prompt_of(90, 1), endless(130))
             decode = workers.decode
             await workers.until(lambda: decode.core.load().waiting > 0)
+            gate.clear()  # so that it still waits when it is asked
             with pytest.raises(OverloadedError, match="turn"):
                 await router.reserve(prompt_of(1), 2)
             other = await router.reserve(prompt_of(1), 2, share=Share(b"other", 1.0))
             router.decode.send(Release(other.ticket_id))
             router.decode.send(Release(second.ticket_id))
+            gate.set()
             await workers.until(lambda: decode.core.load().waiting == 0)
             assert len(await router.rest(first)) == 129
             await workers.until(workers.all_free)

@@ -108,7 +108,7 @@ async def unguessed(many: ManyDecodes, wanted: Wanted) -> list[Said]:
 
 async def move_and_kill(many: ManyDecodes, wanted: Wanted, expected: list[Said]) -> None:
     """Ask; drain a worker meanwhile, and kill another one. The answers are the expected ones all the same."""
-    many.step_s = 0.01  # so that streams still run when they are to move
+    many.step_s = 0.02  # so that streams still run when they are to move
     asking = [asyncio.create_task(many.ask(prompt, sampling)) for prompt, sampling in wanted]
     await many.until(lambda: sum(many.running(worker_id) for worker_id in many.decodes) == 8)
     [first, *_] = [worker_id for worker_id in many.decodes if many.running(worker_id)]
@@ -117,6 +117,7 @@ async def move_and_kill(many: ManyDecodes, wanted: Wanted, expected: list[Said])
     [second, *_] = [worker_id for worker_id in many.decodes if worker_id != first and many.running(worker_id)]
     many.controller.mark(first, WorkerState.READY)
     await many.kill(second)
+    many.step_s = 0.0
     answers = await asyncio.gather(*asking)
     assert [each.token_ids for each in answers] == [each.token_ids for each in expected]
     assert sum(answer.resumes for answer in answers) > 0
@@ -255,12 +256,13 @@ def test_streams_leave_a_worker_that_flips(small_model: ModelFacts, guesses: Gue
             wanted = [(prompt, replace(sampling, stop_token_ids=())) for prompt, sampling in cases(seed, 250)]
             expected = await unguessed(many, wanted)
             guesses.learn(wanted, expected)
-            many.step_s = 0.01  # so that streams still run when they are to move
+            many.step_s = 0.02  # so that streams still run when they are to move
             asking = asyncio.create_task(ask(many, wanted))
             await many.until(lambda: sum(many.running(worker_id) for worker_id in many.decodes) == 8)
             flipped, other = sorted(many.decodes, key=many.running, reverse=True)
             await many.flip(flipped)
             await many.until(lambda: len(many.roster.ready(Role.PREFILL)) == 2)
+            many.step_s = 0.0
             accepted = report(many, other).accepted_tokens
             answers = await asking
             assert said(answers) == said(expected)

@@ -277,10 +277,12 @@ def test_streams_move_while_they_run(windowed: ModelFacts, alone: Reference, ran
                 expected = alone(LONG, 900, False)
             else:
                 expected = (await many.ask(LONG, endless(900), salt="alone")).token_ids
+            many.step_s = 0.01  # so that it still runs when it is to move
             asking, _ = await started(many, endless(900), LONG)
             before = many.network.bytes_sent
             for _ in range(4):
                 await elsewhere(many)
+            many.step_s = 0.0
             assert many.network.bytes_sent - before <= 4 * (KEPT + 128) * BYTES_PER_TOKEN
             answer = await asking
             assert (answer.token_ids, answer.resumes) == (expected, 0)
@@ -297,11 +299,13 @@ def test_many_streams_leave_a_worker_at_once(windowed: ModelFacts, alone: Refere
         async with run_many_decodes(windowed, 2, with_pools(many_decodes.CONFIG, 4096, 4096)) as many:
             many.controller.mark("decode-1", WorkerState.DRAINING)
             await many.until(lambda: len(many.roster.ready(Role.DECODE)) == 1)
+            many.step_s = 0.01  # so that streams still run when they are to move
             asking = [asyncio.create_task(many.ask(prompt, endless(600))) for prompt in prompts]
             await many.until(lambda: many.running("decode-0") == 6)
             many.controller.mark("decode-1", WorkerState.READY)
             async with asyncio.timeout(20):
                 await many.drain("decode-0")
+            many.step_s = 0.0
             answers = await asyncio.gather(*asking)
             assert [answer.token_ids for answer in answers] == [alone(prompt, 600, False) for prompt in prompts]
             assert sum(answer.resumes for answer in answers) == 0
@@ -324,6 +328,8 @@ def test_a_kill_costs_little_where_there_is_a_copy(windowed: ModelFacts, mode: s
             said = Said()
             asking = asyncio.create_task(many.ask(LONG, endless(800), said))
             await many.until(lambda: len(said.token_ids) > 400 and many.copies().get("copied", 0) > 3)
+            copied = many.copies()["copied"]
+            await many.until(lambda: many.copies()["copied"] > copied)  # it has just been made
             [source] = [worker_id for worker_id in many.decodes if many.running(worker_id)]
             [other] = set(many.decodes) - {source}
             before = many.decodes[other].core.load().prefilled_tokens
