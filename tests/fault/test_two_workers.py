@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import random
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -187,6 +188,24 @@ def test_a_silent_router_loses_its_lease(two_workers: Factory) -> None:
             await router.reserve(prompt_of(40), 10)
             assert not workers.all_free()
             await workers.until(workers.all_free, seconds=5)
+
+    run(scenario())
+
+
+def test_a_process_that_was_held_for_a_lease_keeps_what_its_router_renews(two_workers: Factory, reference: Reference) -> None:
+    """What renews it is said, or read, only when the process goes on."""
+
+    async def scenario() -> None:
+        async with two_workers(with_lease(CONFIG, 1.0)) as workers:
+            router = await workers.router()
+            ticket = await router.reserve(prompt_of(40), 10)
+            time.sleep(1.5)  # noqa: ASYNC251 - that is the hold
+            await asyncio.sleep(1.5)
+            first = await router.compute(ticket, prompt_of(40), greedy(10))
+            await router.attach(ticket, first, greedy(10))
+            assert [first.token_id, *await router.rest(ticket)] == reference(prompt_of(40), 10)
+            router.release(ticket)
+            await workers.until(workers.all_free)
 
     run(scenario())
 

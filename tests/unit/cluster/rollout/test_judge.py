@@ -67,6 +67,13 @@ def test_a_slower_first_token_stops_before_the_time_is_over() -> None:
     assert "median" in found.reason
 
 
+def test_a_moment_in_which_the_machine_stood_still_stops_nothing() -> None:
+    """It held up all first requests at the new workers, and they are no chances of their own."""
+    for number in range(10):
+        assert verdict(seen(spread(0.2, 100)), seen([0.6] * number), 5.0).outcome is Outcome.WAIT
+    assert verdict(seen(spread(0.2, 100)), seen([0.6] * 10), 5.0).outcome is Outcome.STOP
+
+
 def test_a_slower_token_stops_while_answers_run() -> None:
     current = replace(seen(spread(0.2, 100)), running_paces=binned(spread(0.02, 40)))
     new = replace(seen(spread(0.2, 20)), running_paces=binned(spread(0.06, 20)))
