@@ -37,7 +37,7 @@ def long_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     execute = ModelRunner.execute
 
     def slowly(runner: ModelRunner, chunks: Sequence[Chunk], on_layer: Callable[[int], None] | None = None) -> Any:
-        time.sleep(0.01)
+        time.sleep(0.03)
         return execute(runner, chunks, on_layer)
 
     monkeypatch.setattr(ModelRunner, "execute", slowly)
@@ -59,7 +59,7 @@ class Leaving:
         before = self.steps()
         self._asking.cancel()
         await asyncio.wait((self._asking,))
-        await self.many.until(self.many.all_free, 5)
+        await self.many.until(self.many.all_free, 30)
         for worker_id, steps in self.steps().items():
             assert steps - before[worker_id] <= STEPS, f"{worker_id} went on"
 
