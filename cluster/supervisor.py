@@ -366,11 +366,12 @@ class Supervisor:
                 await self._kill(worker_id, epoch)
 
     async def _ask_to_stop(self, worker_id: str, epoch: int) -> None:
-        process = self._processes.get(WorkerLife(worker_id, epoch))
-        if process is not None:
+        """A life that is still starting has nobody to ask, and nothing to end politely."""
+        life = WorkerLife(worker_id, epoch)
+        if life in self._up:
             try:
                 async with asyncio.timeout(STOP_S):
-                    await process.stop()
+                    await self._processes[life].stop()
             except (TimeoutError, TandemError) as failure:
                 log.info("%s epoch %d did not stop by itself: %s", worker_id, epoch, failure)
 

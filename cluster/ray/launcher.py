@@ -90,15 +90,20 @@ class RayLauncher:
 
         The first rank takes the spare process if there is one. All others are new, and perhaps not placed yet.
         """
-        first, spare, self._spare = 0, self._spare, None
+        spare, self._spare = self._spare, None
         self._no_spare_yet()
-        actors = []
+        actors: list[NamedActor] = []
         if spare is not None:
             # One that is not ready yet is still ahead of one that would begin now and compete with it.
             await asyncio.wait([spare])
             if spare.exception() is None:
-                first, actors = 1, [spare.result()]
-        return actors + await asyncio.to_thread(self._create_in_group, role, worker_id, epoch, first)
+                actors.append(spare.result())
+        try:
+            await asyncio.to_thread(self._add_in_group, actors, role, worker_id, epoch)
+        except Exception:
+            await asyncio.gather(*(asyncio.to_thread(ray.kill, actor.handle) for actor in actors))
+            raise
+        return actors
 
     async def start_arguments(self, role: Role, config: ClusterConfig) -> tuple[ClusterConfig, bytes, int]:
         """Return what a process needs to know to become a rank of a worker of this role."""
@@ -155,8 +160,8 @@ class RayLauncher:
             if self._spare.exception() is None:
                 await asyncio.to_thread(ray.kill, self._spare.result().handle)
 
-    def _create_in_group(self, role: Role, worker_id: str, epoch: int, first: int) -> list[NamedActor]:
-        """The ranks from `first` on."""
+    def _add_in_group(self, actors: list[NamedActor], role: Role, worker_id: str, epoch: int) -> None:
+        """Add the ranks that are missing."""
         pool = pool_of(self._config, role)
         bundle = bundle_of(pool)
         bundles = [bundle] * pool.tensor_parallel_size
@@ -169,12 +174,10 @@ class RayLauncher:
                 bundles, strategy="STRICT_PACK", name=NAME_PREFIX + worker_id, lifetime="detached"
             )
         self._epochs[worker_id] = epoch
-        actors = []
-        for rank in range(first, pool.tensor_parallel_size):
+        for rank in range(len(actors), pool.tensor_parallel_size):
             group = PlacementGroupSchedulingStrategy(self._groups[worker_id], placement_group_bundle_index=rank)
             name = f"{PROCESS_PREFIX}{worker_id}-{epoch}" + (f"-rank-{rank}" if rank else "")
             actors.append(new_actor(WorkerProcess, name, bundle, scheduling_strategy=group))
-        return actors
 
     def _fits(self, former: PlacementGroup, bundles: Sequence[Resources]) -> bool:
         """Not one of a worker of another role that had this id, nor one on a node that goes."""

@@ -80,7 +80,7 @@ class WaitingLine:
         OverloadedError at once if the line is too long, or too slow for the deadline.
         """
         now = asyncio.get_running_loop().time()
-        entry, leaving = self._rules.enter(None if ahead else scheduling_class, cost, deadline - now, now)
+        entry, leaving = self._rules.enter(scheduling_class, cost, deadline - now, now, retry=ahead)
         if leaving is not None:
             called = self._places.pop(leaving).called
             if not called.done():  # it is giving up itself

@@ -28,15 +28,24 @@ class SchedulingClass:
 
 
 ANYBODY = SchedulingClass("")
+Kind = tuple[SchedulingClass, bool]
+"""A class, and whether it is that class's retries or its other requests."""
 
 
 @dataclass(eq=False)
 class Entry:
-    """One request in the queue; without a `scheduling_class` it is a retry. `cost` has one unit for all requests."""
+    """One request in the queue. `cost` has one unit for all requests."""
 
-    scheduling_class: SchedulingClass | None
+    scheduling_class: SchedulingClass
     cost: float
     number: int
+    retry: bool
+    """Whether an attempt of it has failed."""
+
+    @property
+    def kind(self) -> Kind:
+        """What it has in common with those for which there is no room either."""
+        return self.scheduling_class, self.retry
 
 
 @dataclass
@@ -60,14 +69,12 @@ class _Level:
         return sum(len(tenant.waiting) for tenant in self.tenants.values())
 
 
-def _firsts(
-    level: _Level, aside: Container[SchedulingClass | None], passed: Container[Entry]
-) -> list[tuple[float, int, Entry]]:
+def _firsts(level: _Level, aside: Container[Kind], passed: Container[Entry]) -> list[tuple[float, int, Entry]]:
     """Of each tenant of a level the first request that is not passed over, by its place: start tag and number."""
     found = []
     for tenant in level.tenants.values():
         entry = next((each for each in tenant.waiting if each not in passed), None)
-        if entry is not None and entry.scheduling_class not in aside:
+        if entry is not None and entry.kind not in aside:
             found.append((tenant.start, entry.number, entry))
     return found
 
@@ -85,11 +92,11 @@ class FairQueue:
     def __len__(self) -> int:
         return len(self._retries) + sum(level.num_waiting for level in self._levels.values())
 
-    def add(self, scheduling_class: SchedulingClass | None, cost: float, now: float) -> Entry:
-        """Put a request behind those of its tenant and level, or behind the retries if it has no class."""
+    def add(self, scheduling_class: SchedulingClass, cost: float, now: float, *, retry: bool = False) -> Entry:
+        """Put a request behind those of its tenant and level, or a retry behind all retries."""
         self._num_added += 1
-        entry = Entry(scheduling_class, cost, self._num_added)
-        if scheduling_class is None:
+        entry = Entry(scheduling_class, cost, self._num_added, retry)
+        if retry:
             self._retries.append(entry)
         else:
             level = self._levels.setdefault(scheduling_class.level, _Level(now))
@@ -104,13 +111,13 @@ class FairQueue:
         levels = self._levels.values()
         return sum(len(level.tenants[tenant].waiting) for level in levels if tenant in level.tenants)
 
-    def first(self, now: float, aside: Container[SchedulingClass | None] = (), passed: Container[Entry] = ()) -> Entry | None:
+    def first(self, now: float, aside: Container[Kind] = (), passed: Container[Entry] = ()) -> Entry | None:
         """The request that goes next, or None. It stays in the queue.
 
-        Requests of a class that stands `aside` are passed over, where None stands for retries, and those that are `passed`.
+        Requests of a kind that stands `aside` are passed over, and those that are `passed`.
         """
-        retry = next((each for each in self._retries if each not in passed), None)
-        if retry is not None and None not in aside:
+        retry = next((each for each in self._retries if each not in passed and each.kind not in aside), None)
+        if retry is not None:
             return retry
         waiting = {number: _firsts(level, aside, passed) for number, level in self._levels.items()}
         numbers = [number for number, firsts in waiting.items() if firsts]
@@ -121,7 +128,7 @@ class FairQueue:
 
     def serve(self, entry: Entry, now: float) -> None:
         """Take out a request that was served: its tenant pays the cost."""
-        if entry.scheduling_class is not None:
+        if not entry.retry:
             level = self._levels[entry.scheduling_class.level]
             tenant = level.tenants[entry.scheduling_class.tenant]
             level.since = now
@@ -131,7 +138,7 @@ class FairQueue:
 
     def leave(self, entry: Entry) -> None:
         """Take out a request that was not served: its tenant pays nothing."""
-        if entry.scheduling_class is None:
+        if entry.retry:
             self._retries.remove(entry)
             return
         number = entry.scheduling_class.level
@@ -151,7 +158,6 @@ class FairQueue:
         crowd: dict[str, float] = {}
         newest: dict[str, Entry] = {}
         for entry in self._by_level():
-            assert entry.scheduling_class is not None
             tenant = entry.scheduling_class.tenant
             crowd[tenant] = crowd.get(tenant, 0.0) + 1 / entry.scheduling_class.weight
             newest[tenant] = entry
@@ -177,7 +183,6 @@ class FairQueue:
                     if name == scheduling_class.tenant:
                         found += len(tenant.waiting)
                     elif tenant.waiting:
-                        assert tenant.waiting[0].scheduling_class is not None
                         share = tenant.waiting[0].scheduling_class.weight / scheduling_class.weight
                         found += min(len(tenant.waiting), (len(behind) + 1) * share)
         return found

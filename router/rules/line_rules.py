@@ -60,7 +60,7 @@ class LineRules:
     def __init__(self, limit: int, ageing_s: float) -> None:
         self.front: Entry | None = None
         self._aside: set[Entry] = set()
-        """Requests for whose classes there is no room: nobody of these classes is called."""
+        """Requests for whose kinds there is no room: nobody of these kinds is called."""
         self._passed: set[Entry] = set()
         """Long requests that wait for others: those behind them are called, whatever their class."""
         self._limit = limit
@@ -75,18 +75,18 @@ class LineRules:
         return self._queue.num_of(tenant)
 
     def enter(
-        self, scheduling_class: SchedulingClass | None, cost: float, patience_s: float, now: float
+        self, scheduling_class: SchedulingClass, cost: float, patience_s: float, now: float, *, retry: bool = False
     ) -> tuple[Entry, Entry | None]:
         """Put a newcomer in line. Returns its entry, and that of another request that has to leave for it, or None.
 
-        Without a `scheduling_class` it is a retry after a failed attempt, which is never refused. `cost` is in tokens. Raises
+        A `retry`, after a failed attempt, is never refused. `cost` is in tokens. Raises
         OverloadedError if the line is too long, or so slow that the newcomer would wait for more than `patience_s`.
         """
         leaving = None
-        if scheduling_class is not None:
+        if not retry:
             self._check_pace(scheduling_class, patience_s)
             leaving = self._make_room(scheduling_class)
-        return self._queue.add(scheduling_class, cost, now), leaving
+        return self._queue.add(scheduling_class, cost, now, retry=retry), leaving
 
     def call(self, now: float) -> Entry | None:
         """Bring the request that goes first to the front. None if the front is taken, or nobody waits."""
@@ -102,7 +102,7 @@ class LineRules:
     def step_back(self, entry: Entry) -> bool:
         """Free the front, for the request there found no room. False if this one was not at the front.
 
-        It may be called again, and its class.
+        It may be called again, and its kind.
         """
         self._aside.discard(entry)
         self._passed.discard(entry)
@@ -112,7 +112,7 @@ class LineRules:
         return True
 
     def step_aside(self, entry: Entry) -> None:
-        """Free the front, for there is no room for the class of the request there. It is not called until one steps back."""
+        """Free the front, for there is no room for the kind of the request there. It is not called until one steps back."""
         self.step_back(entry)
         self._aside.add(entry)
 
@@ -148,7 +148,7 @@ class LineRules:
         )
 
     def _first(self, now: float) -> Entry | None:
-        return self._queue.first(now, {entry.scheduling_class for entry in self._aside}, self._passed)
+        return self._queue.first(now, {entry.kind for entry in self._aside}, self._passed)
 
     def _check_pace(self, scheduling_class: SchedulingClass, patience_s: float) -> None:
         gap_s = self._pace.gap_s

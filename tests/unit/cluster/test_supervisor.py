@@ -29,6 +29,7 @@ class ScriptedProcess:
         self.told: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.roles: list[Duty] = []
         """The roles that it was told."""
+        self.started = False
         self.stopped = False
         self.killed = False
 
@@ -39,12 +40,14 @@ class ScriptedProcess:
     async def start(self) -> Started:
         assert not any(other.alive for other in self._launcher.lives_of(self.ref.worker_id) if other is not self)
         await self._launcher.on_start(self.ref)
+        self.started = True
         return Started(self.ref, pids=(self.ref.epoch,), node="127.0.0.1")
 
     async def resume(self, names: Sequence[str]) -> None:
         assert tuple(names) == self.names
         if (self.ref.worker_id, self.ref.epoch) not in self._launcher.left:
             raise WorkerLostError("it ended while the controller was away")
+        self.started = True
 
     async def run(self) -> None:
         await asyncio.shield(self._end)
@@ -58,6 +61,7 @@ class ScriptedProcess:
             self.told.set_result(None)
 
     async def stop(self) -> None:
+        assert self.started, "there is nobody to ask"
         self.stopped = True
         if not self._end.done():
             self._end.set_result(None)

@@ -247,6 +247,20 @@ def test_only_some_let_pass_at_a_time_and_the_next_one_holds_up_its_class_alone(
     assert rules.call(0) is long[0], "all look again"
 
 
+def test_a_tenant_s_retry_without_room_holds_up_no_other_tenant_s() -> None:
+    """Nor does one that is let pass when enough are passed already."""
+    rules = LineRules(100, 1.0)
+    crowd = [rules.enter(A, 1, 10, 0, retry=True)[0] for _ in range(9)]
+    for without_room in (rules.step_aside, rules.let_pass):
+        other, _ = rules.enter(B, 1, 10, 0, retry=True)
+        while (first := rules.call(0)) is not other:
+            assert first in crowd
+            without_room(first)
+        rules.leave(other, 0, served=True)
+        for each in crowd:
+            rules.step_back(each)
+
+
 def test_who_leaves_or_is_turned_out_while_it_stands_aside_holds_nobody_up() -> None:
     async def main() -> None:
         line, order = WaitingLine(2, 1.0), list[str]()

@@ -41,7 +41,7 @@ def test_everyone_is_served_once_and_in_the_order_of_its_tenant(
     for move, scheduling_class, cost, pause_s in moves:
         now += pause_s
         if move in ("add", "resume"):
-            waiting.append(queue.add(None if move == "resume" else scheduling_class, cost, now))
+            waiting.append(queue.add(scheduling_class, cost, now, retry=move == "resume"))
         elif move == "serve" and waiting:
             served.append(serve_first(queue, now))
             waiting.remove(served[-1])
@@ -49,7 +49,7 @@ def test_everyone_is_served_once_and_in_the_order_of_its_tenant(
             entry = waiting.pop(chance.randrange(len(waiting)))
             queue.leave(entry)
         assert len(queue) == len(waiting)
-        tenants = [entry.scheduling_class.tenant for entry in waiting if entry.scheduling_class is not None]
+        tenants = [entry.scheduling_class.tenant for entry in waiting if not entry.retry]
         assert [queue.num_of(tenant) for tenant in WEIGHTS] == [tenants.count(tenant) for tenant in WEIGHTS]
     while waiting:
         served.append(serve_first(queue, now))
@@ -58,8 +58,7 @@ def test_everyone_is_served_once_and_in_the_order_of_its_tenant(
     assert queue._levels == {}, "nothing is kept of those that are gone"
     by_tenant: dict[object, list[int]] = defaultdict(list)
     for entry in served:
-        class_of = entry.scheduling_class
-        by_tenant[class_of and (class_of.tenant, class_of.level)].append(entry.number)
+        by_tenant["retries" if entry.retry else entry.scheduling_class].append(entry.number)
     assert all(numbers == sorted(numbers) for numbers in by_tenant.values())
 
 
@@ -77,7 +76,6 @@ def test_shares_differ_by_one_request_of_each_at_most(costs: dict[str, list[int]
     ends: dict[str, int] = {}
     while len(queue):
         entry = serve_first(queue, 0.0)
-        assert entry.scheduling_class is not None
         tenant = entry.scheduling_class.tenant
         got[tenant] += entry.cost / entry.scheduling_class.weight
         left[tenant] -= 1
@@ -130,21 +128,20 @@ def test_the_most_crowding_tenants_newest_request_leaves(
     added: list[tuple[SchedulingClass, bool]], newcomer: SchedulingClass
 ) -> None:
     queue = FairQueue(1.0)
-    entries = [queue.add(None if resumed else scheduling_class, 1, 0.0) for scheduling_class, resumed in added]
+    entries = [queue.add(scheduling_class, 1, 0.0, retry=resumed) for scheduling_class, resumed in added]
     crowd: dict[str, float] = defaultdict(float)
     for entry in entries:
-        if entry.scheduling_class is not None:
+        if not entry.retry:
             crowd[entry.scheduling_class.tenant] += 1 / entry.scheduling_class.weight
     leaving = queue.who_leaves_for(newcomer)
     own = crowd[newcomer.tenant] + 1 / newcomer.weight
     if leaving is None:
         assert max(crowd.values()) <= own
         return
-    assert leaving.scheduling_class is not None
     tenant = leaving.scheduling_class.tenant
     assert tenant != newcomer.tenant
     assert crowd[tenant] == max(crowd.values()) > own
-    others = [entry for entry in entries if entry.scheduling_class is not None and entry.scheduling_class.tenant == tenant]
+    others = [entry for entry in entries if not entry.retry and entry.scheduling_class.tenant == tenant]
     last_level = max(entry.scheduling_class.level for entry in others if entry.scheduling_class)
     assert leaving.scheduling_class.level == last_level
     assert leaving.number == max(
@@ -171,7 +168,7 @@ def test_the_estimate_is_right_for_equal_costs(waiting: list[str], newcomer: str
 
 def test_the_estimate_counts_better_levels_and_resumed_streams() -> None:
     queue = FairQueue(1.0)
-    queue.add(None, 1, 0.0)
+    queue.add(SchedulingClass("a"), 1, 0.0, retry=True)
     for level in (-1, -1, 1, 1):
         queue.add(SchedulingClass("a", 1.0, level), 1, 0.0)
     assert queue.num_before(SchedulingClass("b", 1.0, 0)) == 3

@@ -1,0 +1,46 @@
+"""Processes of a worker that can't be made whole. With real Ray: tests/integration."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from cluster.memory import WorkerMemory
+from cluster.ray import launcher as launchers
+from cluster.ray.launcher import RayLauncher
+from configs.schema import ClusterConfig
+from protocol.messages import Role
+
+
+@pytest.mark.parametrize("failing_rank", [1, 2])
+def test_what_was_made_of_a_worker_that_can_not_be_made_is_killed(failing_rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The spare process that is its first rank, and the ranks before the one that fails."""
+    made: list[Any] = [SimpleNamespace(name="spare", handle="spare")]
+    killed: list[Any] = []
+
+    def new_actor(_: type, name: str, *__: Any, **___: Any) -> Any:
+        if len(made) == failing_rank:
+            raise OSError("the GCS is away")
+        made.append(SimpleNamespace(name=name, handle=name))
+        return made[-1]
+
+    monkeypatch.setattr(launchers, "placement_group", lambda *_, **__: SimpleNamespace(bundle_specs=[]))
+    monkeypatch.setattr(launchers, "PlacementGroupSchedulingStrategy", lambda *_, **__: None)
+    monkeypatch.setattr(launchers, "new_actor", new_actor)
+    monkeypatch.setattr(ray, "kill", killed.append)
+    config = ClusterConfig.model_validate({"decode": {"tensor_parallel_size": 3}})
+
+    async def main() -> None:
+        one = WorkerMemory(0, 0, 0)
+        launcher = RayLauncher(config, b"secret", {Role.PREFILL: one, Role.DECODE: one}, may_grow=False)
+        launcher._spare = asyncio.create_task(asyncio.sleep(0, made[0]))
+        with pytest.raises(OSError, match="the GCS is away"):
+            await launcher.create(Role.DECODE, "worker-1", 1)
+        assert sorted(killed) == sorted(each.handle for each in made)
+
+    asyncio.run(main())
+    assert len(made) == failing_rank
