@@ -6,9 +6,12 @@ import asyncio
 import contextlib
 import itertools
 import json
+import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+_LOOK_S = 0.005
 
 
 @dataclass
@@ -33,6 +36,8 @@ class OpenAiServer:
     connections: int = 0
     usages: list[dict[str, Any]] = field(default_factory=list)
     url: str = ""
+    held_s: float = 0.0
+    """For how long altogether the loop, which is the client's too, stood still: as much may any time be off."""
     _cached: list[list[str]] = field(default_factory=list)
 
     @contextlib.asynccontextmanager
@@ -52,15 +57,23 @@ class OpenAiServer:
                 tasks.discard(task)
                 writer.close()
 
+        watching = asyncio.create_task(self._watch_loop())
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         try:
             yield self
         finally:
             server.close()
-            for task in list(tasks):
+            for task in (watching, *tasks):
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(watching, *tasks, return_exceptions=True)
+
+    async def _watch_loop(self) -> None:
+        while True:
+            begun = time.monotonic()
+            await asyncio.sleep(_LOOK_S)
+            late_s = time.monotonic() - begun - _LOOK_S
+            self.held_s += late_s if late_s > _LOOK_S else 0.0
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while True:

@@ -45,16 +45,17 @@ def test_a_slow_server_does_not_slow_the_load() -> None:
     assert server.most_at_once == 40, "all were sent before the first one was answered"
     sent = [record.at_sent for record in finished.records]
     assert sent == sorted(sent)
-    assert sent[-1] == pytest.approx(0.4, abs=0.3)
+    assert sent[-1] == pytest.approx(0.4, abs=0.3 + server.held_s)
     assert finished.figures["completed"] == 40
 
 
 def test_times_are_the_servers() -> None:
-    finished = bench(OpenAiServer(first_s=0.2, gap_s=0.05), num_prompts=3)
+    server = OpenAiServer(first_s=0.2, gap_s=0.05)
+    finished = bench(server, num_prompts=3)
     for record in finished.records:
-        assert record.ttft == pytest.approx(0.2, abs=0.1)
+        assert record.ttft == pytest.approx(0.2, abs=0.1 + server.held_s)
         assert len(record.itl) == 4
-        assert record.tpot == pytest.approx(0.05, abs=0.04)
+        assert record.tpot == pytest.approx(0.05, abs=0.04 + server.held_s)
         assert record.ttft is not None
         assert record.e2el == pytest.approx(record.ttft + sum(record.itl), abs=0.03)
         assert (record.prompt_tokens, record.completion_tokens, record.finish_reason) == (7, 5, "length")
@@ -67,7 +68,7 @@ def test_max_concurrency_holds_and_its_wait_is_told() -> None:
     assert server.connections <= 3, "connections are used again"
     figures = finished.figures
     assert figures["mean_planned_ttft_ms"] > figures["mean_ttft_ms"] + 50
-    assert finished.client.p99_lateness < 0.1, "the wait for others is not the client's lateness"
+    assert finished.client.p99_lateness < 0.1 + server.held_s, "the wait for others is not the client's lateness"
 
 
 def test_a_chats_opening_role_is_no_token() -> None:
