@@ -107,6 +107,7 @@ class Controller:
             self._router_replicas.want(routers)
         if sizes:
             await self._pause("scaled by hand")
+        await self._supervisor.saved()
 
     async def drain(self, worker_id: str, restart: bool) -> None:
         """Let a worker go, or start it anew with `restart`. Raises InvalidRequestError if it can't be spared."""
@@ -114,12 +115,14 @@ class Controller:
         self._supervisor.drain(worker_id, restart)
         if not restart:
             await self._pause(f"{worker_id} was drained by hand")
+        await self._supervisor.saved()
 
     async def flip(self, worker_id: str, duty: Duty) -> None:
         """Have a worker do this work from now on. Raises InvalidRequestError if it can't."""
         self._rollouts.check_none()
         self._supervisor.flip(worker_id, duty)
         await self._pause(f"{worker_id} was flipped by hand")
+        await self._supervisor.saved()
 
     async def observe(self, seen: RouterObservation) -> None:
         """Take what a router tells the autoscaler."""
@@ -141,6 +144,7 @@ class Controller:
         """
         revision = self._rollouts.begin(order)
         await self._heed_rollout()
+        await self._supervisor.saved()
         return revision
 
     async def abort_rollout(self) -> int:

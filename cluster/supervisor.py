@@ -20,6 +20,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
 from typing import Any
 
 from cluster.launcher import Launcher, Process, Started
@@ -39,6 +40,8 @@ WATCH_S = 10.0
 STOP_S = 10.0
 """Seconds that an idle worker may take to end by itself before it is killed."""
 _SAVE_AGAIN_S = 1.0
+_SAVED_S = 2.0
+"""An order is answered after so many seconds, recorded or not: it is obeyed already."""
 
 
 class Supervisor:
@@ -102,6 +105,12 @@ class Supervisor:
             log.info("%s: %d workers wanted", role.value, workers)
         if routers is not None:
             log.info("%d routers wanted", routers)
+
+    async def saved(self) -> None:
+        """Returns when what was ordered is recorded, so that it outlives this process. Without a store, after some seconds."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_SAVED_S):
+                await self._save()
 
     def stop_admission(self) -> None:
         """Have no router let in new requests from now on. Idempotent."""

@@ -476,7 +476,7 @@ def succeeded(
             await former.start()
             await former.settle(5)
             await first(former, launchers[0])
-            await former._save()
+            await former.saved()
             view = former.view()
             await ended(former)
             launchers[1].left = {WorkerLife(*life) for life, process in launchers[0].processes.items() if process.alive}
@@ -486,6 +486,21 @@ def succeeded(
             await second(supervisor, launchers[1], view)
             await supervisor.close()
         assert not any(process.alive for process in launchers[1].processes.values())
+
+    asyncio.run(run())
+
+
+def test_an_order_is_answered_also_where_nothing_can_be_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.supervisor._SAVED_S", 0.05)
+
+    async def run() -> None:
+        supervisor = Supervisor(config(), ScriptedLauncher(), ScriptedRecords(away=1_000_000))
+        async with asyncio.timeout(10):
+            await supervisor.start()
+            supervisor.scale({Role.DECODE: 2}, anything_fits)
+            await supervisor.saved()
+            assert supervisor.wanted()[Role.DECODE] == 2
+            await supervisor.close()
 
     asyncio.run(run())
 
