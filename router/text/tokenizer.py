@@ -94,8 +94,11 @@ class Tokenizer(ABC):
         """Return the bytes of one token, those of a special token as it is written. An id without a token has none."""
 
     @abstractmethod
-    def detokenizer(self) -> Detokenizer:
-        """Return a new detokenizer for one stream of ids. It skips special tokens."""
+    def detokenizer(self, before: Sequence[int] = ()) -> Detokenizer:
+        """Return a new detokenizer for one stream of ids, whose text goes on from that of the ids `before`, if there are any.
+
+        It skips special tokens. Where words begin with a blank, a text's first one loses it, but not one that goes on.
+        """
 
     @abstractmethod
     def _encode(self, text: str) -> list[int]: ...
@@ -131,7 +134,7 @@ class _ByteLevelTokenizer(Tokenizer):
     def token_bytes(self, token_id: int) -> bytes:
         return self._bpe.token_bytes[token_id] if 0 <= token_id < self.vocab_size else b""
 
-    def detokenizer(self) -> Detokenizer:
+    def detokenizer(self, before: Sequence[int] = ()) -> Detokenizer:
         return BytesDetokenizer(self._shown)
 
     def _encode(self, text: str) -> list[int]:
@@ -185,8 +188,8 @@ class _JsonTokenizer(Tokenizer):
     def token_bytes(self, token_id: int) -> bytes:
         return spelled_bytes(self._tokenizer.id_to_token(token_id)) if 0 <= token_id < self._vocab_size else b""
 
-    def detokenizer(self) -> Detokenizer:
-        return WindowDetokenizer(self._tokenizer, self._vocab_size, self._special_ids)
+    def detokenizer(self, before: Sequence[int] = ()) -> Detokenizer:
+        return WindowDetokenizer(self._tokenizer, self._vocab_size, self._special_ids, before)
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
