@@ -44,8 +44,8 @@ class BytesDetokenizer:
 _MAX_WAITING_IDS = 16
 """A character has at most four bytes: so many ids that don't complete one never will."""
 _MIN_BEFORE, _MAX_BEFORE = 4, 7
-"""Number of ids before the stream that give its first ones their surroundings. Of four beginnings next to each other, one is not
-within a character."""
+"""Number of ids before the stream that give its first ones their surroundings. Of four beginnings next to each other, one is
+not within a character."""
 _MAX_SEARCHED = 64
 """Number of ids before the stream among which those that are shown are looked for."""
 
@@ -60,7 +60,7 @@ class WindowDetokenizer:
     """
 
     def __init__(
-        self, tokenizer: tokenizers.Tokenizer, vocab_size: int, special_ids: frozenset[int], before: Sequence[int] = ()
+        self, tokenizer: tokenizers.Tokenizer, vocab_size: int, special_ids: frozenset[int], before: Sequence[int]
     ) -> None:
         """`before` has the ids whose text the stream goes on from."""
         self._tokenizer = tokenizer
@@ -92,7 +92,7 @@ class WindowDetokenizer:
         tail = [each for each in before[-_MAX_SEARCHED:] if 0 <= each < self._vocab_size and each not in self._special_ids]
         for size in range(_MIN_BEFORE, _MAX_BEFORE + 1):
             text = self._decode(tail[-size:])
-            if text and not text.endswith("\ufffd"):
+            if not text.endswith("\ufffd"):
                 self._window, self._num_emitted, self._emitted = tail[-size:], len(tail[-size:]), text
                 return
 

@@ -68,6 +68,11 @@ class ToolCallParser:
         self.num_calls = 0
         """Number of calls that have begun."""
 
+    @property
+    def complete(self) -> bool:
+        """Whether there are calls, and the arguments of each are whole."""
+        return self.num_calls > 0 and self._state is not _State.ARGUMENTS
+
     def push(self, text: str) -> tuple[str, tuple[ToolCallDelta, ...]]:
         """Take more text. Return the content and the pieces of calls that are certain by now."""
         self._pending += text

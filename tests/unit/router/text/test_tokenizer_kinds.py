@@ -211,7 +211,7 @@ def test_text_that_goes_on_keeps_its_first_blank(other_kind: Tokenizer, before: 
     for cut in range(1, len(whole)):
         begun, ids = whole[:cut] + end, whole[cut:]
         prompt = other_kind.decode(begun)
-        if not prompt or "\ufffd" in prompt:
+        if "\ufffd" in prompt:
             continue
         stream, at_once = other_kind.detokenizer(begun), other_kind.detokenizer(begun)
         said = "".join(stream.push([token_id]) for token_id in ids) + stream.flush()
