@@ -7,7 +7,8 @@ A grammar is text in the dialect of Lark that llguidance reads, written by the r
 chosen over xgrammar because it compiles next to nothing ahead: a schema that nobody has seen is ready in about a millisecond, a
 mask in 5 to 500 us. Its limits turn a hostile schema into an error instead of a stalled worker.
 
-A grammar alone lets numbers go on for ever; after `MAX_DIGITS` in a row something else is chosen if anything else may be.
+A grammar alone lets numbers go on for ever; after `MAX_DIGITS` in a row something else is chosen if anything else may be, but
+where text is free: that ends as other text does.
 
 The state is a function of the answer's tokens alone, so a stream that goes on elsewhere, or choices that share a prompt, need
 nothing but these. Only the first rank of a worker samples, and only it has constraints.
@@ -35,7 +36,7 @@ Allowed = npt.NDArray[np.bool_]
 """Whether each token is allowed, by token id."""
 
 MAX_DIGITS = 40
-"""Most digits in a row, where the answer may go on otherwise. JSON sets no limit, so a model that falls into a loop within a
+"""Most digits in a row, where the answer may go on otherwise and text is not free. JSON sets no limit, so a model that falls into a loop within a
 number would never leave it; no double needs more than 17 significant digits, no 128-bit integer more than 39."""
 _KEPT_GRAMMARS = 64
 _LIMITS = LLParserLimits(step_max_items=5_000, step_lexer_fuel=100_000, max_items_in_row=500, verbose_errors=False)
@@ -95,6 +96,8 @@ class _Digits:
         self.only = [token.isdigit() for token in tokens]
         self.last = [len(token) - len(token.rstrip(b"0123456789")) for token in tokens]
         """How many a token ends with."""
+        self.letter = [token_id for token_id, token in enumerate(tokens) if token == b"x"]
+        """A letter that no number has, nor follows one in JSON: where it may be next, text is free."""
 
 
 class Constraint:
@@ -121,7 +124,7 @@ class Constraint:
         assert self._mask is not None, "begun before"
         packed = np.frombuffer(self._mask.result(), dtype=np.uint8)
         bits: Allowed = np.unpackbits(packed, bitorder="little", count=self._vocab_size).view(np.bool_)
-        if self._digits_in_row >= MAX_DIGITS:
+        if self._digits_in_row >= MAX_DIGITS and not bits[self._digits.letter].any():
             others = bits & ~self._digits.first
             bits = others if others.any() else bits
         may_end = bool(bits[self._eos].any())

@@ -203,3 +203,13 @@ def test_a_number_ends_after_as_many_digits_as_anybody_needs(model: Model, spell
 def test_digits_go_on_where_nothing_else_may_follow(model: Model, spelled: list[bytes]) -> None:
     constraint = constrain(model, ENDLESS, say(spelled, '"' + "1" * (MAX_DIGITS + 5)))
     assert {spelled[each][:1] for each in allowed(constraint)} == {b"%d" % digit for digit in range(10)}
+
+
+@pytest.mark.parametrize(
+    ("rule", "before"),
+    [("TEXT\nTEXT: /(.|\\n)*/", "It is "), ('%json {"type": "string"}', '"'), ('%json {"type": "object"}', '{"a": "')],
+)
+def test_digits_go_on_in_free_text(model: Model, spelled: list[bytes], rule: str, before: str) -> None:
+    digits = {spelled.index(str(digit).encode()) for digit in range(10)}
+    constraint = constrain(model, f"{HEAD}start: {rule}\n", say(spelled, before + "1" * (MAX_DIGITS + 20)))
+    assert digits <= allowed(constraint)
