@@ -36,8 +36,9 @@ Allowed = npt.NDArray[np.bool_]
 """Whether each token is allowed, by token id."""
 
 MAX_DIGITS = 40
-"""Most digits in a row, where the answer may go on otherwise and text is not free. JSON sets no limit, so a model that falls into a loop within a
-number would never leave it; no double needs more than 17 significant digits, no 128-bit integer more than 39."""
+"""Most digits in a row, where the answer may go on otherwise and text is not free. JSON sets no limit, so a model
+that falls into a loop within a number would never leave it; no double needs more than 17 significant digits, no 128-bit
+integer more than 39."""
 _KEPT_GRAMMARS = 64
 _LIMITS = LLParserLimits(step_max_items=5_000, step_lexer_fuel=100_000, max_items_in_row=500, verbose_errors=False)
 """A tenth of what llguidance allows for a mask: schemas stay far below, and nobody's mask takes longer than a step."""

@@ -133,7 +133,8 @@ class Preparer:
                 param="logprobs",
             )
         text = prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt, skip_special=False)
-        echo = Echo(text, tuple(token_ids), alone=body.answer_tokens == 0)
+        num_added = self._tokenizer.num_bos if isinstance(prompt, str) else 0
+        echo = Echo(text, tuple(token_ids), alone=body.answer_tokens == 0, num_added=num_added)
         return replace(generation, sampling=replace(generation.sampling, num_prompt_logprobs=body.logprobs), echo=echo)
 
     def _prompt_tokens(self, prompt: str | list[int]) -> list[int]:

@@ -35,6 +35,8 @@ class TokenText:
     """Has U+FFFD for bytes that are no whole character."""
     utf8: tuple[int, ...]
     """Bytes of the token in UTF-8, each from 0 to 255."""
+    shown: bool = True
+    """Whether it is part of the choice's text. Control tokens are not, but for those that a prompt spells."""
 
 
 @dataclass(frozen=True)
@@ -123,14 +125,22 @@ class TokenTexts:
             for token_id, entry in zip(token_ids, logprobs, strict=False)
         )
 
-    def describe_prompt(self, token_ids: tuple[int, ...], logprobs: PromptLogprobs) -> tuple[TextLogprobs, ...]:
+    def describe_prompt(self, echo: Echo, logprobs: PromptLogprobs) -> tuple[TextLogprobs, ...]:
         """Return a prompt's logprobs with its tokens in text. Raises ProtocolError if they don't belong to it."""
-        first = TextLogprobs(TextLogprob(self.find(token_ids[0]), None), ())
-        return (first, *self.describe(token_ids[1:], unpack(logprobs, len(token_ids))))
+        first = TextLogprobs(TextLogprob(self.find(echo.token_ids[0]), None), ())
+        entries = (first, *self.describe(echo.token_ids[1:], unpack(logprobs, len(echo.token_ids))))
+        return tuple(_in_prompt(entry, shown=index >= echo.num_added) for index, entry in enumerate(entries))
 
     def _find(self, token_id: int) -> TokenText:
         utf8 = self._tokenizer.token_bytes(token_id)
-        return TokenText(utf8.decode(errors="replace"), tuple(utf8))
+        return TokenText(utf8.decode(errors="replace"), tuple(utf8), shown=not self._tokenizer.is_special(token_id))
+
+
+def _in_prompt(entry: TextLogprobs, *, shown: bool) -> TextLogprobs:
+    chosen = entry.chosen
+    if chosen.token.shown is shown:
+        return entry
+    return replace(entry, chosen=replace(chosen, token=replace(chosen.token, shown=shown)))
 
 
 class AnswerText:
@@ -166,7 +176,7 @@ class AnswerText:
             return self._push(tokens)
         echo, self._echo = self._echo, None
         scored = tokens.prompt_logprobs
-        prompt_logprobs = () if scored is None else self._texts.describe_prompt(echo.token_ids, scored)
+        prompt_logprobs = () if scored is None else self._texts.describe_prompt(echo, scored)
         if echo.alone:
             return Delta(
                 index=self._index,

@@ -47,6 +47,7 @@ class Tokenizer(ABC):
             if facts.bos_token not in known:
                 raise ConfigError(f"the model's BOS token {facts.bos_token!r} is not one of its special tokens", param="model")
             self._bos = [known[facts.bos_token]]
+        self._special_ids = frozenset(facts.special_tokens.values())
 
     def encode(self, text: str, *, add_bos: bool = False, param: str = "prompt") -> list[int]:
         """Return the token ids of a text. Special tokens that are written in it are found, as `transformers` does.
@@ -74,6 +75,15 @@ class Tokenizer(ABC):
             return self._encode_traced(written, outline)
         except UnsplittableError as error:
             raise InvalidRequestError(str(error), param=param) from None
+
+    @property
+    def num_bos(self) -> int:
+        """Number of tokens that `add_bos` puts in front of a text: one, or none."""
+        return len(self._bos)
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether `decode` and detokenizers skip this token."""
+        return token_id in self._special_ids
 
     @property
     @abstractmethod
@@ -167,7 +177,6 @@ class _JsonTokenizer(Tokenizer):
         self._path = path
         self._control = facts.special_tokens
         self._unk_token = facts.unk_token
-        self._special_ids = frozenset(facts.special_tokens.values())
         self._whole = WholeTokens(facts.special_tokens, {})
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
