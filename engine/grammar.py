@@ -3,6 +3,8 @@
     Grammars.constraint ──► Constraint   begin ──► (the model computes the step) ──► allowed ──► accept ──► begin ...
                                                         the mask is computed meanwhile, in a thread of its own
 
+Errors name no field: a worker does not know which one of the request the grammar comes from.
+
 A grammar is text in the dialect of Lark that llguidance reads, written by the router (`router.text.grammar`). llguidance was
 chosen over xgrammar because it compiles next to nothing ahead: a schema that nobody has seen is ready in about a millisecond, a
 mask in 5 to 500 us. Its limits turn a hostile schema into an error instead of a stalled worker.
@@ -75,14 +77,14 @@ class Grammars:
     def _compile(self, grammar: str) -> LLMatcher:
         matcher = LLMatcher(self._vocabulary[0], grammar, log_level=0, limits=_LIMITS)
         if matcher.is_error():
-            raise InvalidRequestError(f"the grammar can't be used: {matcher.get_error():.300}", param="response_format")
+            raise InvalidRequestError(f"the grammar can't be used: {matcher.get_error():.300}")
         return matcher
 
     @cached_property
     def _vocabulary(self) -> tuple[LLTokenizer, _Digits]:
         """Takes a quarter of a second, which only clusters pay that need it."""
         if not self._facts.eos_token_ids:
-            raise InvalidRequestError("this model has no token to end an answer with", param="response_format")
+            raise InvalidRequestError("this model has no token to end an answer with")
         known = token_bytes(self._tokenizer)[: self._facts.vocab_size]
         tokens = known + [b""] * (self._facts.vocab_size - len(known))
         wrapped = TokenizerWrapper(_Vocabulary(self._facts, self._tokenizer, tokens))
@@ -175,7 +177,7 @@ class Constraint:
     def check(self) -> None:
         """Raise InvalidRequestError if there is no telling what may be next: it would take more than the limits allow."""
         if self._matcher.is_error():
-            raise InvalidRequestError(f"the grammar failed: {self._matcher.get_error():.300}", param="response_format")
+            raise InvalidRequestError(f"the grammar failed: {self._matcher.get_error():.300}")
 
     @property
     def complete(self) -> bool:
