@@ -3,11 +3,14 @@
     Grammars.constraint ──► Constraint   begin ──► (the model computes the step) ──► allowed ──► accept ──► begin ...
                                                         the mask is computed meanwhile, in a thread of its own
 
+Errors name no field: a worker does not know which one of the request the grammar comes from.
+
 A grammar is text in the dialect of Lark that llguidance reads, written by the router (`router.text.grammar`). llguidance was
 chosen over xgrammar because it compiles next to nothing ahead: a schema that nobody has seen is ready in about a millisecond, a
 mask in 5 to 500 us. Its limits turn a hostile schema into an error instead of a stalled worker.
 
-A grammar alone lets numbers go on for ever; after `MAX_DIGITS` in a row something else is chosen if anything else may be.
+A grammar alone lets numbers go on for ever; after `MAX_DIGITS` in a row something else is chosen if anything else may be, but
+where text is free: that ends as other text does.
 
 The state is a function of the answer's tokens alone, so a stream that goes on elsewhere, or choices that share a prompt, need
 nothing but these. Only the first rank of a worker samples, and only it has constraints.
@@ -35,8 +38,9 @@ Allowed = npt.NDArray[np.bool_]
 """Whether each token is allowed, by token id."""
 
 MAX_DIGITS = 40
-"""Most digits in a row, where the answer may go on otherwise. JSON sets no limit, so a model that falls into a loop within a
-number would never leave it; no double needs more than 17 significant digits, no 128-bit integer more than 39."""
+"""Most digits in a row, where the answer may go on otherwise and text is not free. JSON sets no limit, so a model
+that falls into a loop within a number would never leave it; no double needs more than 17 significant digits, no 128-bit
+integer more than 39."""
 _KEPT_GRAMMARS = 64
 _LIMITS = LLParserLimits(step_max_items=5_000, step_lexer_fuel=100_000, max_items_in_row=500, verbose_errors=False)
 """A tenth of what llguidance allows for a mask: schemas stay far below, and nobody's mask takes longer than a step."""
@@ -73,14 +77,14 @@ class Grammars:
     def _compile(self, grammar: str) -> LLMatcher:
         matcher = LLMatcher(self._vocabulary[0], grammar, log_level=0, limits=_LIMITS)
         if matcher.is_error():
-            raise InvalidRequestError(f"the grammar can't be used: {matcher.get_error():.300}", param="response_format")
+            raise InvalidRequestError(f"the grammar can't be used: {matcher.get_error():.300}")
         return matcher
 
     @cached_property
     def _vocabulary(self) -> tuple[LLTokenizer, _Digits]:
         """Takes a quarter of a second, which only clusters pay that need it."""
         if not self._facts.eos_token_ids:
-            raise InvalidRequestError("this model has no token to end an answer with", param="response_format")
+            raise InvalidRequestError("this model has no token to end an answer with")
         known = token_bytes(self._tokenizer)[: self._facts.vocab_size]
         tokens = known + [b""] * (self._facts.vocab_size - len(known))
         wrapped = TokenizerWrapper(_Vocabulary(self._facts, self._tokenizer, tokens))
@@ -95,6 +99,8 @@ class _Digits:
         self.only = [token.isdigit() for token in tokens]
         self.last = [len(token) - len(token.rstrip(b"0123456789")) for token in tokens]
         """How many a token ends with."""
+        self.letter = [token_id for token_id, token in enumerate(tokens) if token == b"x"]
+        """A letter that no number has, nor follows one in JSON: where it may be next, text is free."""
 
 
 class Constraint:
@@ -121,7 +127,7 @@ class Constraint:
         assert self._mask is not None, "begun before"
         packed = np.frombuffer(self._mask.result(), dtype=np.uint8)
         bits: Allowed = np.unpackbits(packed, bitorder="little", count=self._vocab_size).view(np.bool_)
-        if self._digits_in_row >= MAX_DIGITS:
+        if self._digits_in_row >= MAX_DIGITS and not bits[self._digits.letter].any():
             others = bits & ~self._digits.first
             bits = others if others.any() else bits
         may_end = bool(bits[self._eos].any())
@@ -171,7 +177,7 @@ class Constraint:
     def check(self) -> None:
         """Raise InvalidRequestError if there is no telling what may be next: it would take more than the limits allow."""
         if self._matcher.is_error():
-            raise InvalidRequestError(f"the grammar failed: {self._matcher.get_error():.300}", param="response_format")
+            raise InvalidRequestError(f"the grammar failed: {self._matcher.get_error():.300}")
 
     @property
     def complete(self) -> bool:

@@ -44,6 +44,9 @@ def chat_form(body: ChatBody, format_: ToolFormat) -> AnswerForm:
     rule = body.answer_rule()
     if rule is not None and rule.whole:
         raise InvalidRequestError(f"`{rule.param}` can't be used together with `tools`", param=rule.param)
+    if rule is not None:  # a pattern, without the tags of calls, is another one
+        alone = format_.grammar(replace(wishes, names=(), required=False), rule.rule)
+        check_grammar(alone, rule.param, rule.wanted, rule.fuel)
     grammar = format_.grammar(wishes, None if rule is None else rule.rule)
     try:
         check_grammar(grammar, "tools")

@@ -80,7 +80,7 @@ class Preparer:
         chat = self._chat_prompt(body, form.tools, max_context)
         generation = self._generation(body, chat.token_ids, "messages", body.answer_tokens, form)
         num_dropped = None if body.truncation == "disabled" else chat.num_dropped
-        return [replace(generation, num_dropped=num_dropped)]
+        return [replace(generation, continues=body.continue_final_message, num_dropped=num_dropped)]
 
     def _chat_prompt(self, body: ChatBody, tools: Sequence[Tool], max_context: int | None) -> Truncated:
         """The chat as it is if it fits, or if dropping turns is not allowed or does not help."""
@@ -123,6 +123,7 @@ class Preparer:
         # An answer of no token is one token long for the workers, and dropped here.
         form = content_form(body)
         generation = self._generation(body, token_ids, "prompt", max(1, body.answer_tokens), form)
+        generation = replace(generation, continues=True)
         if not body.echo:
             return generation
         if len(token_ids) * (1 + (body.logprobs or 0)) > MAX_PROMPT_LOGPROBS:
@@ -132,7 +133,8 @@ class Preparer:
                 param="logprobs",
             )
         text = prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt, skip_special=False)
-        echo = Echo(text, tuple(token_ids), alone=body.answer_tokens == 0)
+        num_added = self._tokenizer.num_bos if isinstance(prompt, str) else 0
+        echo = Echo(text, tuple(token_ids), alone=body.answer_tokens == 0, num_added=num_added)
         return replace(generation, sampling=replace(generation.sampling, num_prompt_logprobs=body.logprobs), echo=echo)
 
     def _prompt_tokens(self, prompt: str | list[int]) -> list[int]:

@@ -35,6 +35,8 @@ class TokenText:
     """Has U+FFFD for bytes that are no whole character."""
     utf8: tuple[int, ...]
     """Bytes of the token in UTF-8, each from 0 to 255."""
+    shown: bool = True
+    """Whether it is part of the choice's text. Control tokens are not, but for those that a prompt spells."""
 
 
 @dataclass(frozen=True)
@@ -123,14 +125,22 @@ class TokenTexts:
             for token_id, entry in zip(token_ids, logprobs, strict=False)
         )
 
-    def describe_prompt(self, token_ids: tuple[int, ...], logprobs: PromptLogprobs) -> tuple[TextLogprobs, ...]:
+    def describe_prompt(self, echo: Echo, logprobs: PromptLogprobs) -> tuple[TextLogprobs, ...]:
         """Return a prompt's logprobs with its tokens in text. Raises ProtocolError if they don't belong to it."""
-        first = TextLogprobs(TextLogprob(self.find(token_ids[0]), None), ())
-        return (first, *self.describe(token_ids[1:], unpack(logprobs, len(token_ids))))
+        first = TextLogprobs(TextLogprob(self.find(echo.token_ids[0]), None), ())
+        entries = (first, *self.describe(echo.token_ids[1:], unpack(logprobs, len(echo.token_ids))))
+        return tuple(_in_prompt(entry, shown=index >= echo.num_added) for index, entry in enumerate(entries))
 
     def _find(self, token_id: int) -> TokenText:
         utf8 = self._tokenizer.token_bytes(token_id)
-        return TokenText(utf8.decode(errors="replace"), tuple(utf8))
+        return TokenText(utf8.decode(errors="replace"), tuple(utf8), shown=not self._tokenizer.is_special(token_id))
+
+
+def _in_prompt(entry: TextLogprobs, *, shown: bool) -> TextLogprobs:
+    chosen = entry.chosen
+    if chosen.token.shown is shown:
+        return entry
+    return replace(entry, chosen=replace(chosen, token=replace(chosen.token, shown=shown)))
 
 
 class AnswerText:
@@ -163,11 +173,10 @@ class AnswerText:
         A token that ends the answer is not part of its text, as in vLLM, but counts among its tokens.
         """
         if self._echo is None:
-            delta = self._push(tokens)
-            return delta if self._calls is None else _with_calls(delta, self._calls)
+            return self._push(tokens)
         echo, self._echo = self._echo, None
         scored = tokens.prompt_logprobs
-        prompt_logprobs = () if scored is None else self._texts.describe_prompt(echo.token_ids, scored)
+        prompt_logprobs = () if scored is None else self._texts.describe_prompt(echo, scored)
         if echo.alone:
             return Delta(
                 index=self._index,
@@ -185,23 +194,38 @@ class AnswerText:
         finish = _FINISH[tokens.finish_reason] if tokens.finish_reason is not None else None
         stopped = finish == "stop" and bool(token_ids) and token_ids[-1] in self._stop_token_ids
         spoken = token_ids[:-1] if stopped else token_ids
+        calls: list[ToolCallDelta] = []
         if self._matcher is None:
             text = self._detokenizer.push(spoken)
             if finish is not None:
                 text += self._detokenizer.flush()
+            text = self._content(text, calls)
         else:
-            text, num_used = self._push_until_stop(self._matcher, spoken, finish is not None)
+            text, num_used = self._push_until_stop(self._matcher, spoken, finish is not None, calls)
             if num_used is not None:
                 token_ids, finish = token_ids[:num_used], "stop"
+        if finish is not None and self._calls is not None:
+            text += self._calls.flush()
+            finish = "tool_calls" if finish == "stop" and self._calls.complete else finish
         guesses = tokens.guesses
         if len(token_ids) < len(tokens.token_ids):
             guesses = guesses._replace(right=min(guesses.right, len(token_ids)))
         logprobs = self._texts.describe(token_ids, tokens.logprobs)
         # Once per token: without keywords this takes a fifth less time.
-        return Delta(self._index, text, token_ids, logprobs, finish, tokens.cached_tokens, (), None, guesses)
+        return Delta(self._index, text, token_ids, logprobs, finish, tokens.cached_tokens, tuple(calls), None, guesses)
 
-    def _push_until_stop(self, matcher: StopMatcher, token_ids: tuple[int, ...], last: bool) -> tuple[str, int | None]:
-        """Text up to a stop string, and how many tokens it took to complete one (None: there is none).
+    def _content(self, text: str, calls: list[ToolCallDelta]) -> str:
+        """The content in more text; pieces of calls are added to `calls`."""
+        if self._calls is None:
+            return text
+        content, pieces = self._calls.push(text)
+        calls += pieces
+        return content
+
+    def _push_until_stop(
+        self, matcher: StopMatcher, token_ids: tuple[int, ...], last: bool, calls: list[ToolCallDelta]
+    ) -> tuple[str, int | None]:
+        """Content up to a stop string, and how many tokens it took to complete one (None: there is none).
 
         One token at a time, so that tokens after the stop string are not counted even if they came in the same piece.
         """
@@ -210,25 +234,30 @@ class AnswerText:
             piece = self._detokenizer.push((token_id,))
             self._num_tokens += 1
             if self._num_tokens <= self._min_tokens:
-                text += piece  # as in vLLM, a stop string counts only after min_tokens
+                text += self._content(piece, calls)  # as in vLLM, a stop string counts only after min_tokens
                 continue
-            clear, matched = matcher.push(piece)
-            text += clear
+            content, matched = self._push_to(matcher, piece, calls)
+            text += content
             if matched:
                 return text, index + 1
         if last:
-            clear, matched = matcher.push(self._detokenizer.flush())
-            text += clear
+            content, matched = self._push_to(matcher, self._detokenizer.flush(), calls)
+            text += content
             if matched:
                 return text, len(token_ids)
-            text += matcher.flush()
+            text += self._content(matcher.flush(), calls)
         return text, None
 
-
-def _with_calls(delta: Delta, parser: ToolCallParser) -> Delta:
-    """The delta with the tool calls that its text holds taken out of the text."""
-    content, calls = parser.push(delta.text)
-    if delta.finish_reason is not None:
-        content += parser.flush()
-    finish: Finish | None = "tool_calls" if delta.finish_reason == "stop" and parser.num_calls else delta.finish_reason
-    return replace(delta, text=content, tool_calls=calls, finish_reason=finish)
+    def _push_to(self, matcher: StopMatcher, piece: str, calls: list[ToolCallDelta]) -> tuple[str, bool]:
+        """The content in more text, and whether a stop string ends it. In the calls behind the content none does."""
+        if self._calls is None:
+            return matcher.push(piece)
+        text = ""
+        for index, letter in enumerate(piece):  # a call may begin within a token
+            if self._calls.num_calls:
+                return text + self._content(matcher.flush() + piece[index:], calls), False
+            clear, matched = matcher.push(letter)
+            text += self._content(clear, calls)
+            if matched:
+                return text, True
+        return text, False

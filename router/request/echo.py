@@ -17,6 +17,8 @@ class Echo:
     token_ids: tuple[int, ...]
     alone: bool
     """Nothing is to follow the prompt: the one token that the workers make all the same is dropped."""
+    num_added: int
+    """How many tokens, at the front, stand for nothing in the text: BOS, where it was put before a text."""
 
 
 def unpack(logprobs: PromptLogprobs, num_tokens: int) -> tuple[TokenLogprobs, ...]:

@@ -30,6 +30,8 @@ class Generation:
     """Decides the generation's place in line."""
     tool_format: ToolFormat | None = None
     """How calls of tools are written; None if the answer can have no calls."""
+    continues: bool = False
+    """Whether the answer's text goes on from the prompt's, as that of a plain completion does."""
     num_dropped: int | None = None
     """Number of messages that were left out of the chat; None unless the client allowed that."""
 

@@ -89,7 +89,7 @@ class Generator:
         )
         text = AnswerText(
             index=index,
-            detokenizer=self._tokenizer.detokenizer(),
+            detokenizer=self._tokenizer.detokenizer(generation.prompt_token_ids if generation.continues else ()),
             texts=self._texts,
             sampling=sampling,
             stops=generation.stops,

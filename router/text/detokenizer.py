@@ -1,6 +1,7 @@
 """Token ids of one stream to text, piece by piece: never half a character, nothing twice, nothing lost.
 
-What `push` and `flush` return, joined, is what `Tokenizer.decode` makes of all the ids. `flush` ends the stream.
+What `push` and `flush` return, joined, is what `Tokenizer.decode` makes of all the ids, those before the stream included whose
+text is known already. `flush` ends the stream.
 """
 
 from __future__ import annotations
@@ -42,6 +43,11 @@ class BytesDetokenizer:
 
 _MAX_WAITING_IDS = 16
 """A character has at most four bytes: so many ids that don't complete one never will."""
+_MIN_BEFORE, _MAX_BEFORE = 4, 7
+"""Number of ids before the stream that give its first ones their surroundings. Of four beginnings next to each other, one is
+not within a character."""
+_MAX_SEARCHED = 64
+"""Number of ids before the stream among which those that are shown are looked for."""
 
 
 class WindowDetokenizer:
@@ -53,7 +59,10 @@ class WindowDetokenizer:
     the characters that were whole stay, though `decode` would replace every byte of the run.
     """
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, vocab_size: int, special_ids: frozenset[int]) -> None:
+    def __init__(
+        self, tokenizer: tokenizers.Tokenizer, vocab_size: int, special_ids: frozenset[int], before: Sequence[int]
+    ) -> None:
+        """`before` has the ids whose text the stream goes on from."""
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._special_ids = special_ids
@@ -62,6 +71,7 @@ class WindowDetokenizer:
         """Number of ids at the beginning of the window whose text is out already. They give the rest its surroundings."""
         self._emitted = ""
         """The text of these ids."""
+        self._begin_after(before)
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Return the text that these ids complete. Text that may be half a character waits for the next push."""
@@ -76,6 +86,15 @@ class WindowDetokenizer:
     def flush(self) -> str:
         """Return the text that still waits, now that no more ids come."""
         return self._take(incomplete=True)
+
+    def _begin_after(self, before: Sequence[int]) -> None:
+        """Take the last ids of `before` as surroundings, unless they end within a character."""
+        tail = [each for each in before[-_MAX_SEARCHED:] if 0 <= each < self._vocab_size and each not in self._special_ids]
+        for size in range(_MIN_BEFORE, _MAX_BEFORE + 1):
+            text = self._decode(tail[-size:])
+            if not text.endswith("\ufffd"):
+                self._window, self._num_emitted, self._emitted = tail[-size:], len(tail[-size:]), text
+                return
 
     def _take(self, *, incomplete: bool) -> str:
         text = self._decode(self._window)

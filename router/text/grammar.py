@@ -35,6 +35,8 @@ _FOLLOWED_SCHEMA = "a JSON Schema that can be followed"
 _ESCAPED = re.compile(r"\\[\s\S]|[/\n\r]")
 """In a regular expression: what is escaped already, and what ends it in a grammar unless it is spelled otherwise."""
 _SPELLED = {"/": "\\/", "\n": "\\n", "\r": "\\r", "\\\n": "\\n", "\\\r": "\\r"}
+_OPTIONS = re.compile(r"%llguidance\s*(?=\{)")
+"""What stands before the options of a grammar."""
 _FREE_KEY = rf"^[\s\S]{{0,{MAX_FREE_KEY}}}$"
 _OWN_PATTERN = f'"patternProperties": {{{json.dumps(_FREE_KEY)}:'
 _MAX_KNOWN = 1024
@@ -138,7 +140,12 @@ def regex_rule(pattern: str, param: str) -> AnswerRule:
 
 
 def lark_rule(grammar: str, param: str) -> AnswerRule:
-    """Return the rule of answers that follow this grammar, in llguidance's dialect of Lark."""
+    """Return the rule of answers that follow this grammar, in llguidance's dialect of Lark.
+
+    Raises InvalidRequestError for one that sets llguidance's option `no_forcing` otherwise than the router does.
+    """
+    if _forces(grammar):
+        raise InvalidRequestError(f"`{param}` must not set no_forcing to false", param=param)
     return AnswerRule(
         param, "a grammar that can be followed, in the notation of Lark", grammar + "\n", whole=True, fuel=_OWN_FUEL
     )
@@ -158,6 +165,17 @@ def check_grammar(grammar: str, param: str, wanted: str = _FOLLOWED_SCHEMA, fuel
 
 def _escape(found: re.Match[str]) -> str:
     return _SPELLED.get(found[0], found[0])
+
+
+def _forces(grammar: str) -> bool:
+    for found in _OPTIONS.finditer(grammar):
+        try:
+            options, _ = json.JSONDecoder().raw_decode(grammar, found.end())
+        except (ValueError, RecursionError):
+            continue  # llguidance says what is wrong with it
+        if isinstance(options, dict) and options.get("no_forcing", True) is not True:
+            return True
+    return False
 
 
 def _problem(grammar: str, fuel: int) -> str:

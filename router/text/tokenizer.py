@@ -47,6 +47,7 @@ class Tokenizer(ABC):
             if facts.bos_token not in known:
                 raise ConfigError(f"the model's BOS token {facts.bos_token!r} is not one of its special tokens", param="model")
             self._bos = [known[facts.bos_token]]
+        self._special_ids = frozenset(facts.special_tokens.values())
 
     def encode(self, text: str, *, add_bos: bool = False, param: str = "prompt") -> list[int]:
         """Return the token ids of a text. Special tokens that are written in it are found, as `transformers` does.
@@ -76,6 +77,15 @@ class Tokenizer(ABC):
             raise InvalidRequestError(str(error), param=param) from None
 
     @property
+    def num_bos(self) -> int:
+        """Number of tokens that `add_bos` puts in front of a text: one, or none."""
+        return len(self._bos)
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether `decode` and detokenizers skip this token."""
+        return token_id in self._special_ids
+
+    @property
     @abstractmethod
     def vocab_size(self) -> int:
         """One more than the highest token id. The model's own vocabulary may be larger by padding."""
@@ -94,8 +104,11 @@ class Tokenizer(ABC):
         """Return the bytes of one token, those of a special token as it is written. An id without a token has none."""
 
     @abstractmethod
-    def detokenizer(self) -> Detokenizer:
-        """Return a new detokenizer for one stream of ids. It skips special tokens."""
+    def detokenizer(self, before: Sequence[int] = ()) -> Detokenizer:
+        """Return a new detokenizer for one stream of ids, whose text goes on from that of the ids `before`, if there are any.
+
+        It skips special tokens. Where words begin with a blank, a text's first one loses it, but not one that goes on.
+        """
 
     @abstractmethod
     def _encode(self, text: str) -> list[int]: ...
@@ -131,7 +144,7 @@ class _ByteLevelTokenizer(Tokenizer):
     def token_bytes(self, token_id: int) -> bytes:
         return self._bpe.token_bytes[token_id] if 0 <= token_id < self.vocab_size else b""
 
-    def detokenizer(self) -> Detokenizer:
+    def detokenizer(self, before: Sequence[int] = ()) -> Detokenizer:
         return BytesDetokenizer(self._shown)
 
     def _encode(self, text: str) -> list[int]:
@@ -164,7 +177,6 @@ class _JsonTokenizer(Tokenizer):
         self._path = path
         self._control = facts.special_tokens
         self._unk_token = facts.unk_token
-        self._special_ids = frozenset(facts.special_tokens.values())
         self._whole = WholeTokens(facts.special_tokens, {})
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -185,8 +197,8 @@ class _JsonTokenizer(Tokenizer):
     def token_bytes(self, token_id: int) -> bytes:
         return spelled_bytes(self._tokenizer.id_to_token(token_id)) if 0 <= token_id < self._vocab_size else b""
 
-    def detokenizer(self) -> Detokenizer:
-        return WindowDetokenizer(self._tokenizer, self._vocab_size, self._special_ids)
+    def detokenizer(self, before: Sequence[int] = ()) -> Detokenizer:
+        return WindowDetokenizer(self._tokenizer, self._vocab_size, self._special_ids, before)
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)

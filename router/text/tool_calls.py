@@ -61,12 +61,18 @@ class ToolCallParser:
     def __init__(self, format_: ToolFormat) -> None:
         self._format = format_
         self._content = _ContentBeforeCalls(format_)
+        self._names = {json.dumps(name): name for name in format_.names}
         self._arguments = _JsonObjectScanner()
         self._state = _State.CONTENT
         self._pending = ""
         """Text of which it is not decided yet what it is."""
         self.num_calls = 0
         """Number of calls that have begun."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether there are calls, and the arguments of each are whole."""
+        return self.num_calls > 0 and self._state is not _State.ARGUMENTS
 
     def push(self, text: str) -> tuple[str, tuple[ToolCallDelta, ...]]:
         """Take more text. Return the content and the pieces of calls that are certain by now."""
@@ -83,9 +89,7 @@ class ToolCallParser:
     def flush(self) -> str:
         """Return the content that was held back, now that no more text comes: a call without its name is content too."""
         held, self._pending = self._pending, ""
-        if self._state is _State.CONTENT:
-            return held
-        return self._format.begin + held if self._state is _State.NAME and not self.num_calls else ""
+        return held if self._state is _State.CONTENT else ""
 
     def _advance(self, pieces: list[ToolCallDelta]) -> bool:
         """Take the next part of a call from the pending text, and say whether it was all there."""
@@ -103,9 +107,9 @@ class ToolCallParser:
 
     def _take_name(self, pieces: list[ToolCallDelta]) -> bool:
         name, found, rest = self._pending.partition(self._format.middle)
-        if not found:
+        if not found or name not in self._names:
             return False
-        pieces.append(ToolCallDelta(self.num_calls, f"call_{secrets.token_hex(12)}", json.loads(name), ""))
+        pieces.append(ToolCallDelta(self.num_calls, f"call_{secrets.token_hex(12)}", self._names[name], ""))
         self.num_calls += 1
         self._arguments = _JsonObjectScanner()
         self._state, self._pending = _State.ARGUMENTS, rest
@@ -135,7 +139,8 @@ class _ContentBeforeCalls:
         self._anywhere = bool(format_.tag)
         """Whether a call may follow other content. If not, it can only be the whole answer."""
         self._openings = [format_.opening(name) for name in format_.names]
-        """With one of these the whole answer is a call: other JSON may begin like it."""
+        """A call begins with one of these: other JSON, or text that is free to have the tag, may begin like it."""
+        self._longest = max(map(len, self._openings), default=0)
         self._at_start = True
 
     def split(self, pending: str) -> tuple[str, str, bool]:
@@ -156,13 +161,26 @@ class _ContentBeforeCalls:
     def _start_of_call(self, pending: str) -> int | None:
         if not self._anywhere:
             return 0 if self._at_start and any(map(pending.startswith, self._openings)) else None
-        found = pending.find(self._begin)
-        return None if found < 0 else found
+        start = self._first_begin(pending)
+        return start if start is not None and any(pending.startswith(each, start) for each in self._openings) else None
+
+    def _first_begin(self, pending: str) -> int | None:
+        """Where a call begins, or may: it has its format's first words, and no other name than a function's so far."""
+        start = pending.find(self._begin)
+        while start >= 0:
+            said = pending[start : start + self._longest]
+            if any(each.startswith(said) or said.startswith(each) for each in self._openings):
+                return start
+            start = pending.find(self._begin, start + 1)
+        return None
 
     def _num_undecided(self, pending: str) -> int:
         """Number of trailing characters that may be the beginning of a call."""
         if not self._anywhere:
             return len(pending) if self._at_start and any(each.startswith(pending) for each in self._openings) else 0
+        begun = self._first_begin(pending)
+        if begun is not None:
+            return len(pending) - begun + pending.endswith("\n", 0, begun)
         return max(_overlap(pending, self._begin), _overlap(pending, "\n" + self._begin))
 
 

@@ -68,7 +68,7 @@ class ToolFormat:
     def grammar(self, wishes: ToolWishes, content: str | None) -> str:
         """Return the grammar of an answer that has calls, or content where no call is required.
 
-        `content` is the rule that the content follows; None for any text.
+        `content` is the rule that the content follows; None for any text. A pattern (`/.../`) matches nothing that has the tag.
         """
         call = " | ".join(f"call_{index}" for index in range(len(wishes.names)))
         more = f"({literal(self.separator + self.tag)} ({call}))*" if wishes.parallel and self.several else ""
@@ -76,6 +76,9 @@ class ToolFormat:
         # Without a tag, JSON content may begin as a call does. Only rules of the same kind can then be told apart later.
         write = self._call_in_json if content is not None and not self.tag else self._call
         rules = [f"call_{index}: {write(name, wishes)}" for index, name in enumerate(wishes.names)]
+        if content is not None and content.startswith("/") and self.tag:
+            rules.append(f"CONTENT: {content} & {self._no_tag}")
+            content = "CONTENT"
         first = f"{literal(self.tag)} {calls}" if self.tag else calls
         if wishes.required:
             rules.append(f"start: {first}")
@@ -112,8 +115,12 @@ class ToolFormat:
     @property
     def _text(self) -> str:
         if self.tag:
-            return f"/(.|\\n)*/ & ~/(.|\\n)*{_regex(self.tag.strip())}(.|\\n)*/"
+            return f"/(.|\\n)*/ & {self._no_tag}"
         return "/([^{](.|\\n)*)?/"
+
+    @property
+    def _no_tag(self) -> str:
+        return f"~/(.|\\n)*{_regex(self.tag.strip())}(.|\\n)*/"
 
     def opening(self, name: str) -> str:
         """Return what stands before the arguments of a call."""

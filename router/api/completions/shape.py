@@ -74,7 +74,8 @@ class CompletionShape:
         offsets = []
         for entry in entries:
             offsets.append(self._offsets[index])
-            self._offsets[index] += len(self._characters[index].decode(bytes(entry.chosen.token.utf8)))
+            if entry.chosen.token.shown:
+                self._offsets[index] += len(self._characters[index].decode(bytes(entry.chosen.token.utf8)))
         return {
             "text_offset": Entries(offsets),
             "token_logprobs": Entries(clipped(entry.chosen.logprob) for entry in entries),

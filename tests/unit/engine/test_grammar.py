@@ -121,7 +121,7 @@ def test_another_answer_is_refused(model: Model, spelled: list[bytes]) -> None:
 def test_what_is_no_grammar_is_refused(model: Model, grammar: str) -> None:
     with pytest.raises(InvalidRequestError) as refused:
         constrain(model, grammar)
-    assert refused.value.param == "response_format"
+    assert refused.value.param is None, "it may be of `tools` or of any other field"
 
 
 def test_a_grammar_that_costs_too_much_ends_in_an_error(model: Model, spelled: list[bytes]) -> None:
@@ -203,3 +203,13 @@ def test_a_number_ends_after_as_many_digits_as_anybody_needs(model: Model, spell
 def test_digits_go_on_where_nothing_else_may_follow(model: Model, spelled: list[bytes]) -> None:
     constraint = constrain(model, ENDLESS, say(spelled, '"' + "1" * (MAX_DIGITS + 5)))
     assert {spelled[each][:1] for each in allowed(constraint)} == {b"%d" % digit for digit in range(10)}
+
+
+@pytest.mark.parametrize(
+    ("rule", "before"),
+    [("TEXT\nTEXT: /(.|\\n)*/", "It is "), ('%json {"type": "string"}', '"'), ('%json {"type": "object"}', '{"a": "')],
+)
+def test_digits_go_on_in_free_text(model: Model, spelled: list[bytes], rule: str, before: str) -> None:
+    digits = {spelled.index(str(digit).encode()) for digit in range(10)}
+    constraint = constrain(model, f"{HEAD}start: {rule}\n", say(spelled, before + "1" * (MAX_DIGITS + 20)))
+    assert digits <= allowed(constraint)

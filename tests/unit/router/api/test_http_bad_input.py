@@ -205,6 +205,13 @@ CASES: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (PLAIN, {"guided_choice": []}, 400, "guided_choice", "non-empty strings; got a list of 0"),
     (PLAIN, {"guided_choice": [""]}, 400, "guided_choice", "non-empty strings"),
     (PLAIN, {"guided_grammar": 'root ::= "a"'}, 400, "guided_grammar", "in the notation of Lark"),
+    (
+        PLAIN,
+        {"guided_grammar": '%llguidance {"no_forcing": false}\nstart: "a"'},
+        400,
+        "guided_grammar",
+        "must not set no_forcing",
+    ),
     (PLAIN, {"guided_grammar": DOUBLING}, 400, "guided_grammar", "too big"),
     (PLAIN, {"guided_json": {}, "guided_regex": "a"}, 400, "guided_regex", "`guided_json` and `guided_regex` both say"),
     (CHAT, {"guided_json": {}, "response_format": {"type": "json_object"}}, 400, "guided_json", "`response_format` and"),

@@ -13,6 +13,7 @@ from configs.facts import Model
 from protocol.errors import InvalidRequestError
 from router.api.body import check_body
 from router.api.chat.body import ChatBody
+from router.api.completions.body import CompletionBody
 from router.api.prepare import Preparer
 from router.api.responses.body import ResponsesBody, as_chat
 from router.text.tokenizer import Tokenizer
@@ -150,6 +151,16 @@ def test_a_template_that_trims_what_goes_on(thinking: Preparer, tokenizer: Token
     ):
         messages = [*MESSAGES, {"role": "assistant", "content": said}]
         assert prompt_of(thinking, tokenizer, messages=messages, continue_final_message=True).endswith(f"assistant:{kept}")
+
+
+def test_what_goes_on_from_the_prompts_text(thinking: Preparer) -> None:
+    """Plain completions, and chats whose last message the answer continues; other answers begin a text."""
+    begun = [*MESSAGES, {"role": "assistant", "content": "The capital"}]
+    fields = {"model": "smollm2"}
+    [plain] = thinking.completion(check_body(CompletionBody, {**fields, "prompt": "The capital"}))
+    [chat] = thinking.chat(check_body(ChatBody, {**fields, "messages": begun}))
+    [continued] = thinking.chat(check_body(ChatBody, {**fields, "messages": begun, "continue_final_message": True}))
+    assert [plain.continues, chat.continues, continued.continues] == [True, False, True]
 
 
 def test_a_template_that_does_not_show_the_last_message(model: Model, tokenizer: Tokenizer) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,6 +13,8 @@ from protocol.sampling import FinishReason, SamplingParams
 from router.dispatch.journal import Tokens
 from router.request.answer import Answer, AnswerText, TokenTexts
 from router.text.tokenizer import Tokenizer
+from router.text.tool_calls import whole_calls
+from router.text.tool_format import tool_format
 
 TEXTS = ["one two three", "日本語🧑‍🚀é", "aaaa aaaa", "stop me, stop", "x\n\ny", ""]
 
@@ -57,3 +61,58 @@ def test_pieces_do_not_matter(
     elif whole.finish_reason == "stop" and not by_eos:
         assert text.startswith(whole.text)
         assert min_tokens or not any(stop in whole.text for stop in stops)
+
+
+@settings(max_examples=100)
+@given(
+    stops=st.lists(
+        st.sampled_from(["}", '{"', '{"a', "Hm", " 1", "\n</", "</tool_call>", '"}', ": {", "t\n"]), max_size=3, unique=True
+    ),
+    cuts=st.lists(st.integers(1, 5), min_size=100, max_size=100),
+    content=st.sampled_from(["", "Hm, well", "a } b"]),
+    min_tokens=st.sampled_from([0, 0, 4, 25, 40]),
+    kept=st.integers(1, 100),
+    end=st.sampled_from([FinishReason.STOP, FinishReason.LENGTH]),
+)
+def test_no_stop_string_cuts_a_call(
+    text_side: tuple[Tokenizer, TokenTexts],
+    stops: list[str],
+    cuts: list[int],
+    content: str,
+    min_tokens: int,
+    kept: int,
+    end: FinishReason,
+) -> None:
+    """It ends the text before its arguments, or it does not count."""
+    tokenizer, texts = text_side
+    arguments = '{"a": 1, "b": {"c": "}"}}'
+    spelled = f'{content}<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+    ids = tokenizer.encode(spelled)
+    token_ids = tuple(ids[:kept])
+    sampling = SamplingParams(seed=0, max_tokens=100, min_tokens=min_tokens, stop_token_ids=(2,))
+
+    def answer(sizes: list[int]) -> Answer:
+        format_ = replace(tool_format(None), names=("f",))
+        assembler = AnswerText(0, tokenizer.detokenizer(), texts, sampling, tuple(stops), None, format_)
+        deltas, start = [], 0
+        for size in sizes:
+            piece = token_ids[start : start + size]
+            start += size
+            deltas.append(assembler.push(Tokens(piece, (), end if start >= len(token_ids) else None)))
+            if deltas[-1].finish_reason is not None:
+                break
+        return Answer.of(deltas)
+
+    by_cuts, whole, single = answer([*cuts, 1000]), answer([1000]), answer([1] * 1000)
+    calls, said = whole_calls(whole.tool_calls), (whole.text, whole.token_ids, whole.finish_reason)
+    for other in (by_cuts, single):
+        assert (other.text, other.token_ids, other.finish_reason) == said
+        assert [call[1:] for call in whole_calls(other.tool_calls)] == [call[1:] for call in calls]
+    if calls:
+        assert whole.token_ids == list(token_ids), "nothing behind the beginning of a call ends it"
+        assert arguments.startswith(calls[0].arguments)
+        complete = calls[0].arguments == arguments
+        assert complete or len(token_ids) < len(ids)
+        assert whole.finish_reason == ("length" if end is FinishReason.LENGTH else "tool_calls" if complete else "stop")
+    elif not stops and kept >= len(ids):
+        raise AssertionError("the call is found")

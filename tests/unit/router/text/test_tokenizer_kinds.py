@@ -201,6 +201,30 @@ def test_streams_of_other_kinds_survive_anything(other_kind: Tokenizer, data: st
         assert text == other_kind.decode(ids)
 
 
+@given(
+    before=st.text(alphabet="the ab中😀é\n", min_size=1, max_size=12).filter(str.strip),
+    text=st.text(alphabet="the ab中😀é\n\u0301", max_size=20),
+    end=st.sampled_from([[], [2], [1, 2, 10**6]]),
+)
+def test_text_that_goes_on_keeps_its_first_blank(other_kind: Tokenizer, before: str, text: str, end: list[int]) -> None:
+    whole = other_kind.encode(before + " " + text)
+    for cut in range(1, len(whole)):
+        begun, ids = whole[:cut] + end, whole[cut:]
+        prompt = other_kind.decode(begun)
+        if "\ufffd" in prompt:
+            continue
+        stream, at_once = other_kind.detokenizer(begun), other_kind.detokenizer(begun)
+        said = "".join(stream.push([token_id]) for token_id in ids) + stream.flush()
+        assert prompt + said == other_kind.decode(whole)
+        assert at_once.push(ids) + at_once.flush() == said
+
+
+def test_half_a_character_before_is_no_part_of_what_goes_on(other_kind: Tokenizer) -> None:
+    half = [3 + byte for byte in "😀".encode()]
+    stream = other_kind.detokenizer(half[:2])
+    assert stream.push([*half, *other_kind.encode("a")]) + stream.flush() == "😀 a"
+
+
 def test_half_a_character_of_byte_tokens_waits(other_kind: Tokenizer) -> None:
     stream = other_kind.detokenizer()
     pieces = [stream.push([token_id]) for token_id in (3 + byte for byte in "\U00050000".encode())]

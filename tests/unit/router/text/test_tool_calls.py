@@ -139,6 +139,36 @@ def test_content_may_have_a_form_of_its_own(format_: ToolFormat) -> None:
     assert not follows(grammar, "Hello")
 
 
+@pytest.mark.parametrize("pattern", [r"/[\s\S]+/", r"/(.|\n)*/", r"/.*/"])
+def test_content_of_a_pattern_has_no_calls_of_its_own(pattern: str) -> None:
+    grammar = HERMES.grammar(wishes(), pattern)
+    assert follows(grammar, "Hello")
+    assert follows(grammar, written(HERMES, [("stop", "{}")]))
+    for wrong in ('{"name": foo, "arguments": {}}', '{"name": "add", "arguments": {}}', ""):
+        assert not follows(grammar, f"<tool_call>\n{wrong}")
+        assert not follows(HERMES.grammar(wishes(()), pattern), f"<tool_call>\n{wrong}"), "tool_choice none"
+
+
+@given(
+    parts=st.lists(
+        st.sampled_from(
+            [
+                *(f'<tool_call>\n{{"name": {name}, "arguments": ' for name in ("foo", '"g"', "", "[")),
+                "<tool_call>\n",
+                "\n",
+                '"add',
+                "a",
+            ]
+        ),
+        max_size=5,
+    ),
+    cuts=st.lists(st.integers(1, 200)),
+)
+def test_a_call_of_nothing_that_is_offered_is_content(parts: list[str], cuts: list[int]) -> None:
+    text = "".join(parts)
+    assert parsed(HERMES, text, cuts) == (text, [], [])
+
+
 @pytest.mark.parametrize("format_", FORMATS)
 @pytest.mark.parametrize(
     "content", ['{"name": "Bob", "age": 3}', '{"name": "add", "age": 3}', '{"a": {"parameters": {}}}', "{}"]
