@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from protocol.errors import ContextLengthError, IncompatiblePeerError
-from protocol.messages import Failed, Prefill, Role
+from protocol.messages import Failed, Prefill, Reserved, Role
 
 Run = Callable[..., None]
 TEXT = "one two three four five six seven eight nine ten"
@@ -130,6 +131,30 @@ def test_silent_worker_is_lost_after_its_lease(run_cluster: Run) -> None:
 
     def stopped() -> Any:
         raise ConnectionError("the process is stopped")
+
+    run_cluster(test, limits=FAST)
+
+
+@pytest.mark.parametrize("leases", [1.5, 2.5])
+def test_a_router_that_was_held_gives_no_worker_up_whose_answer_lies_unread(run_cluster: Run, leases: float) -> None:
+    async def test(cluster: Any) -> None:
+        cluster.says(TEXT)
+        [decode] = cluster.decode
+        send, held = decode.send, False
+
+        def send_and_hold(peer: bytes, message: Any) -> None:
+            nonlocal held
+            send(peer, message)
+            if isinstance(message, Reserved) and not held:
+                held = True
+                time.sleep(leases * FAST["lease_s"])  # the whole loop, and so the router
+
+        decode.send = send_and_hold
+        assert (await cluster.complete()).json()["choices"][0]["text"] == TEXT
+        assert held
+        metrics = (await cluster.http.get("/metrics")).text
+        assert 'tandem:workers_lost_total{model_name="smollm2",router="router-0"} 0.0' in metrics
+        await cluster.clean()
 
     run_cluster(test, limits=FAST)
 
