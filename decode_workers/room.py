@@ -2,6 +2,7 @@
 
     a stream grows ──no block is free──► another one is preempted        a newcomer was refused ──► some are preempted for it
     preempted ──enough blocks are free──► it comes back      ──it has waited for half of `turn_s`──► others are preempted for it
+                                                 nobody may give any: no newcomer takes what comes free ◄──┘
 
 `decode_workers.rules.preemption` decides who gives blocks back. All of it happens between two steps. A newcomer is a Reserve
 that found too few free blocks. What was made free for it is kept for a while: its router asks again when it hears of that.
@@ -57,6 +58,8 @@ class Room:
         self._wanted: tuple[Share, int] | None = None
         """Blocks that a newcomer was refused since the latest step began."""
         self._kept: _Kept | None = None
+        self._due_ticket: int | None = None
+        """The preempted stream that has waited long enough to take the place of others, when nobody may give any."""
         self.preemptions = 0
 
     @property
@@ -130,8 +133,19 @@ class Room:
         """
         kept = self._kept
         if kept is None:
-            return self._spare
-        return self._margin if displaces and kept.share == share else self._spare + kept.num_blocks
+            return self._spare + self._due_before(share)
+        return self._margin if displaces and kept.share == share else self._spare + kept.num_blocks + self._due_before(share)
+
+    def _due_before(self, share: Share) -> int:
+        """Blocks that a stream waits for which nobody can give now, if what comes free is for it before this tenant's tickets:
+        it may be short answers that hold the others, and come without end.
+        """
+        stream = None if self._due_ticket is None else self._preempted.get(self._due_ticket)
+        if stream is None or share.level < stream.share.level:
+            return 0
+        num_blocks, loads = self._ledger.blocks_at_once(len(stream.token_ids)), loads_of(self._holdings())
+        own_load = loads.get(stream.share, 0.0) + num_blocks / stream.share.strength
+        return num_blocks if share.tenant == stream.share.tenant or loads.get(share, 0.0) > own_load else 0
 
     def holds_most(self, share: Share) -> bool:
         """Tell whether this tenant holds more for its weight than any other: it has to wait for its own streams."""
@@ -183,6 +197,7 @@ class Room:
         missing = num_blocks + self._margin - self._ledger.num_free
         givers = givers_for(self._holdings(), stream.share, num_blocks, missing, lambda each: True, keep_oldest=False)
         if missing > 0 and not givers:
+            self._due_ticket = stream.ticket_id
             return None
         self._preempt(givers)
         back = self._back(stream, 0)
@@ -197,6 +212,7 @@ class Room:
         stream.computed = cached
         stream.turn.came_back()
         del self._preempted[stream.ticket_id]
+        self._due_ticket = None
         return stream
 
     def _preempt(self, givers: Sequence[Holding]) -> None:

@@ -82,9 +82,7 @@ class DecodeWorker:
         )
         self._outbox = Outbox(self._send)
         self._speculator = self._new_speculator()
-        self._loop = StepLoop(
-            core.steps, self.ledger, self._scheduler, self._outbox, core.endpoint.load_changed, self._speculator
-        )
+        self._loop = StepLoop(core.steps, self.ledger, self._scheduler, self._outbox, changed, self._speculator)
         self._reservations = Reservations(
             core.me,
             self.ledger,

@@ -122,9 +122,10 @@ class Admission:
         """Note why an attempt has failed. Return the ids of the workers that its next attempt had better avoid.
 
         Where a handoff has failed late though both workers are there, these may not reach each other, and others may not
-        either: the request had better be computed where it is decoded.
+        either: the request had better be computed where it is decoded. A worker that flips sends back what it has not begun,
+        which says nothing about others.
         """
-        late = claim.age_s > self._config.limits.lease_s / 2
+        late = claim.age_s > self._config.limits.lease_s / 2 and claim.computes.duty.does(Role.PREFILL)
         if claim.lost or claim.here or not late or not isinstance(error, KvTransferError | WorkerLostError):
             return claim.lost or {link.ref.worker_id for link in claim.workers}
         computes, decode = claim.computes.ref.worker_id, claim.decode.ref.worker_id

@@ -116,7 +116,11 @@ class OpenStreams:
         return stream
 
     def adopt(self, ticket_id: int, stream: TokenStream) -> None:
-        """Let this ticket's tokens go on with a stream that another worker has begun. A lost connection fails it at once."""
+        """Let this ticket's tokens go on with a stream that another worker has begun. A lost connection fails it at once.
+
+        Here, too, none are owed until it is attached.
+        """
+        stream.attached = False
         self._by_ticket[ticket_id] = stream
         if self._lost_error is not None:
             stream.fail(self._lost_error())

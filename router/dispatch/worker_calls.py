@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from protocol.audit import Audit, Books
 from protocol.cache.reset import CacheErased, CacheReset
+from protocol.endpoint import Listening
 from protocol.errors import ProtocolError, TandemError, UnavailableError
 from protocol.messages import (
     Attach,
@@ -40,6 +41,10 @@ from router.dispatch.streams import OpenStreams
 _LONGEST_PREFILL_S = 4 * 3600.0
 """Last resort: a prefill worker that works is waited for, one that doesn't is noticed by its link long before. A prompt of 128k
 tokens of a small model takes an hour of one core, and twice that beside short ones."""
+
+_LONGEST_HOLD_S = 24 * 3600.0
+"""Last resort: so long may this process be held while it waits for a ticket."""
+_LOOKS_PER_LEASE = 4
 
 _ATTACH_LEASES = 3
 _SEND_LEASES = 6
@@ -182,14 +187,24 @@ class WorkerCalls:
         return answer
 
     async def _ask_for_ticket(self, build: Callable[[int], Reserve]) -> Ticket:
-        """A worker that doesn't answer within a lease is lost: our heartbeats would keep a ticket that we never heard of."""
+        """A worker that doesn't answer within a lease is lost: our heartbeats would keep a ticket that we never heard of.
+
+        If this process was held meanwhile, the answer may lie unread: the worker has a whole lease again.
+        """
+        asked_at, listening = time.monotonic(), Listening(self._lease_s)
+        asking = asyncio.ensure_future(self._connection.ask(build, _LONGEST_HOLD_S))
         try:
-            async with asyncio.timeout(self._lease_s):
-                answer = await self._connection.ask(build, 2 * self._lease_s)
-        except TimeoutError:
-            self._connection.lose(f"it did not answer within {self._lease_s:g} s")
-            raise self._connection.lost_error() from None
-        return self._expect(answer, Reserved).ticket
+            while listening.silent_s(asked_at) < self._lease_s:
+                await asyncio.wait((asking,), timeout=self._lease_s / _LOOKS_PER_LEASE)
+                if asking.done():
+                    return self._expect(asking.result(), Reserved).ticket
+                listening.look()
+        finally:
+            if not asking.done():
+                asking.cancel()
+                await asyncio.wait((asking,))
+        self._connection.lose(f"it did not answer within {self._lease_s:g} s")
+        raise self._connection.lost_error()
 
     def _leave_to_itself(self, asking: asyncio.Future[Ticket]) -> None:
         """The request went elsewhere or its client left; should the ticket be granted after all, it is given back."""

@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from configs.models import resolve
-from configs.schema import ClusterConfig
+from configs.schema import ClusterConfig, LimitsConfig
+from engine.batch import Chunk
 from protocol.errors import OverloadedError, TandemError
-from protocol.messages import Release, Ticket
+from protocol.messages import Release, Ticket, WorkerRef
 from protocol.sampling import SamplingParams
 from protocol.share import Share
 from tests.fault.scenarios import Factory, Reference, greedy, prompt_of, run, seeds
+from tests.fault.two_workers import ScriptedRouter
 
 
 def config(decode_tokens: int, lease_s: float = 4.0, turn_s: float = 20.0) -> ClusterConfig:
@@ -187,6 +189,48 @@ def test_a_lost_router_takes_its_preempted_streams_along(two_workers: Factory) -
             await workers.until(workers.all_free)
 
     run(scenario())
+
+
+def test_a_prompt_for_others_is_computed_when_the_preempted_stream_is_back(two_workers: Factory) -> None:
+    """Its turn comes while the stream waits for blocks, and no heartbeat looks again. The answers are longer than that."""
+    limits = LimitsConfig(lease_s=240.0, heartbeat_s=120.0)
+    prompt = prompt_of(16, 3)
+    seen: list[bool] = []
+    go_on = threading.Event()
+
+    async def scenario() -> None:
+        async with two_workers(config(512).model_copy(update={"limits": limits})) as workers:
+            router, core, scheduler = await workers.router(), workers.decode.core, workers.decode._scheduler
+            runner, peers = cast(Any, core.rank.runner), cast(Any, core.peers)
+            execute, pair, reached = runner.execute, peers.pair, asyncio.Event()
+
+            def watched(chunks: Sequence[Chunk], on_layer: Callable[[int], None] | None = None) -> Any:
+                assert not scheduler.num_preempted or go_on.wait(60)
+                seen.extend(older.ticket_id in scheduler for chunk in chunks if list(chunk.token_ids) == prompt)
+                return execute(chunks, on_layer)
+
+            async def reached_late(worker: WorkerRef) -> Any:
+                await reached.wait()
+                return await pair(worker)
+
+            runner.execute, peers.pair = watched, reached_late
+            idle = await router.reserve(prompt_of(64, 4), 1)
+            older = await started(router, prompt_of(150, 1), endless(200))
+            younger = await started(router, prompt_of(140, 2), endless(120))
+            back = ScriptedRouter(router.decode, router.prefill, router.frames)
+            asking = asyncio.create_task(back.compute(await back.reserve(prompt, 4), prompt, greedy(4)))
+            await workers.until(lambda: scheduler.num_preempted == 1)
+            assert core.load().tickets == 4, "the prompt was taken"
+            reached.set()
+            router.release(idle)
+            await workers.until(lambda: (core.load().tickets, core.load().waiting) == (3, 2))
+            go_on.set()
+            await asking
+            for ticket in (older, younger):
+                await router.rest(ticket)
+
+    run(scenario())
+    assert seen == [True], "it did not wait for the end of an answer"
 
 
 @pytest.mark.parametrize("seed", seeds(2, 8))

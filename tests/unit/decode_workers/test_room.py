@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -185,6 +186,27 @@ def test_who_is_preempted_comes_back_in_turn_though_the_others_have_not_ended() 
     assert world.scheduler.preemptions >= 2
     assert world.longest_gap_s <= TURN_S
     assert world.ended[second] - world.ended[first] < 250 * STEP_S / 2, "they took turns"
+
+
+@pytest.mark.parametrize(
+    ("num_seats", "num_blocks", "answers", "others", "prompt"), [(8, 100, (107, 195), ONE, 40), (16, 80, (82, 100), TWO, 20)]
+)
+def test_a_preempted_stream_comes_back_though_short_answers_come_without_end(
+    num_seats: int, num_blocks: int, answers: tuple[int, int], others: Share, prompt: int
+) -> None:
+    """None of those is ever old enough to give its blocks back, and one more is always wanted than the worker has room for."""
+    world = World(num_seats, num_blocks)
+    assert world.attach(4, answers[0], ONE) is not None
+    younger = world.attach(4, answers[1], ONE)
+    assert younger is not None
+    for step in range(600):
+        while step > 56 and world.attach(prompt, 8, others) is not None:
+            pass
+        world.step()
+        if younger in world.ended:
+            break
+    assert younger in world.ended, "it starves"
+    assert world.scheduler.preemptions
 
 
 def test_a_preempted_stream_keeps_its_own_tenants_tickets_waiting_not_everybodys() -> None:

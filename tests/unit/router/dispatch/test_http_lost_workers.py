@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from protocol.errors import ContextLengthError, IncompatiblePeerError
-from protocol.messages import Failed, Prefill, Role
+from protocol.errors import ContextLengthError, IncompatiblePeerError, WorkerLostError
+from protocol.messages import Duty, Failed, Prefill, Reserved, Role
 
 Run = Callable[..., None]
 TEXT = "one two three four five six seven eight nine ten"
@@ -134,6 +136,30 @@ def test_silent_worker_is_lost_after_its_lease(run_cluster: Run) -> None:
     run_cluster(test, limits=FAST)
 
 
+@pytest.mark.parametrize("leases", [1.5, 2.5])
+def test_a_router_that_was_held_gives_no_worker_up_whose_answer_lies_unread(run_cluster: Run, leases: float) -> None:
+    async def test(cluster: Any) -> None:
+        cluster.says(TEXT)
+        [decode] = cluster.decode
+        send, held = decode.send, False
+
+        def send_and_hold(peer: bytes, message: Any) -> None:
+            nonlocal held
+            send(peer, message)
+            if isinstance(message, Reserved) and not held:
+                held = True
+                time.sleep(leases * FAST["lease_s"])  # the whole loop, and so the router
+
+        decode.send = send_and_hold
+        assert (await cluster.complete()).json()["choices"][0]["text"] == TEXT
+        assert held
+        metrics = (await cluster.http.get("/metrics")).text
+        assert 'tandem:workers_lost_total{model_name="smollm2",router="router-0"} 0.0' in metrics
+        await cluster.clean()
+
+    run_cluster(test, limits=FAST)
+
+
 def test_transfer_failure_is_retried_and_counted(run_cluster: Run) -> None:
     async def test(cluster: Any) -> None:
         cluster.says(TEXT)
@@ -199,6 +225,25 @@ def test_refusals_of_workers_reach_the_client_and_are_not_retried(run_cluster: R
         await cluster.clean()
 
     run_cluster(test)
+
+
+def test_what_a_worker_that_flips_sends_back_is_no_sign_of_an_unreachable_pair(run_cluster: Run) -> None:
+    """The prompt waited there for longer than it takes to give up a way between two workers."""
+
+    async def test(cluster: Any) -> None:
+        roster, admission = cluster.router._roster, cluster.router._admission
+        [computes, other], [decode] = roster.ready(Role.PREFILL), roster.ready(Role.DECODE)
+        claim: Any = SimpleNamespace(lost=set(), here=False, age_s=1e3, computes=computes, decode=decode)
+        claim.workers = [computes, decode]
+        error, pair = WorkerLostError("no prefill worker any more"), (computes.ref.worker_id, decode.ref.worker_id)
+        computes.duty = Duty.DECODE
+        assert admission.note_failure(claim, error) == set(pair)
+        assert admission._unreached.pairs(time.monotonic()) == set()
+        computes.duty = Duty.BOTH
+        assert admission.note_failure(claim, error) == {*pair, other.ref.worker_id}
+        assert admission._unreached.pairs(time.monotonic()) == {pair}
+
+    run_cluster(test, prefill=2)
 
 
 def test_a_handoff_that_decode_hears_nothing_of_ends_by_the_word_of_prefill(run_cluster: Run) -> None:

@@ -10,7 +10,7 @@ from protocol.errors import KvTransferError, WorkerLostError
 from protocol.messages import Failed, StreamOutput
 from protocol.sampling import FinishReason, SamplingParams
 from router.dispatch.journal import Arrival, Guesses, Journal, Tokens
-from router.dispatch.streams import TokenStream
+from router.dispatch.streams import OpenStreams, TokenStream
 
 ARRIVAL = Arrival(5.0, 0.01)
 
@@ -49,6 +49,19 @@ def test_guesses_are_counted_with_the_tokens_that_they_became() -> None:
         assert (taken.token_ids, taken.guesses) == ((4, 5, 6, 7), Guesses(drafts=4, right=1))
 
     asyncio.run(main())
+
+
+def test_a_stream_that_moves_is_owed_nothing_until_it_is_attached_there() -> None:
+    """A worker that was idle made no step for long, and is no worse for it."""
+    here, there = OpenStreams(), OpenStreams()
+    stream = here.open(1)
+    here.note_attached(1)
+    assert here.owed_tokens
+    here.close(1)
+    there.adopt(2, stream)
+    assert (there.owed_tokens, there.claims) == (False, {2: False})
+    there.note_attached(2)
+    assert (there.owed_tokens, there.claims) == (True, {2: True})
 
 
 def test_take_waits_for_outputs_and_errors() -> None:
