@@ -19,7 +19,7 @@ from tests.fault.scenarios import Factory, Reference, greedy, prompt_of, run
 from tests.fault.two_workers import CONFIG, with_lease
 
 PROMPT = prompt_of(60)
-LEASE_S = 1.0
+LEASE_S = 2.0
 
 
 class Wire:
