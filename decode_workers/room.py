@@ -132,9 +132,9 @@ class Room:
         `displaces`: others may have made room for it.
         """
         kept = self._kept
-        if kept is None:
-            return self._spare + self._due_before(share)
-        return self._margin if displaces and kept.share == share else self._spare + kept.num_blocks + self._due_before(share)
+        if kept is not None and displaces and kept.share == share:
+            return self._margin
+        return self._spare + self._due_before(share) + (0 if kept is None else kept.num_blocks)
 
     def _due_before(self, share: Share) -> int:
         """Blocks that a stream waits for which nobody can give now, if what comes free is for it before this tenant's tickets:

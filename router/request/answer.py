@@ -36,7 +36,7 @@ class TokenText:
     utf8: tuple[int, ...]
     """Bytes of the token in UTF-8, each from 0 to 255."""
     shown: bool = True
-    """Whether it is part of the choice's text. Control tokens are not, but for those that a prompt spells."""
+    """Whether the token is part of the choice's text. Control tokens are not, but for those that a prompt spells."""
 
 
 @dataclass(frozen=True)

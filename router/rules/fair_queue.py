@@ -40,11 +40,11 @@ class Entry:
     cost: float
     number: int
     retry: bool
-    """Whether an attempt of it has failed."""
+    """Whether the request goes before all others, because an attempt of it has failed."""
 
     @property
     def kind(self) -> Kind:
-        """What it has in common with those for which there is no room either."""
+        """Where the request finds no room, others of its kind find none either."""
         return self.scheduling_class, self.retry
 
 

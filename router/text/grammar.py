@@ -36,7 +36,7 @@ _ESCAPED = re.compile(r"\\[\s\S]|[/\n\r]")
 """In a regular expression: what is escaped already, and what ends it in a grammar unless it is spelled otherwise."""
 _SPELLED = {"/": "\\/", "\n": "\\n", "\r": "\\r", "\\\n": "\\n", "\\\r": "\\r"}
 _OPTIONS = re.compile(r"%llguidance\s*(?=\{)")
-"""What stands before the options of a grammar."""
+"""The directive by which a grammar sets options of llguidance, a JSON object behind it."""
 _FREE_KEY = rf"^[\s\S]{{0,{MAX_FREE_KEY}}}$"
 _OWN_PATTERN = f'"patternProperties": {{{json.dumps(_FREE_KEY)}:'
 _MAX_KNOWN = 1024

@@ -201,7 +201,7 @@ def test_who_leaves_while_drafts_are_computed_gives_all_back(
             draft, release = drafter.draft, ModelDrafts.release
             wanted_late, computing, had_blocks = threading.Event(), threading.Event(), list[bool]()
             left = [threading.Event()]
-            """Of each who is to leave; its own, so that nobody waits for the next one."""
+            """One event for each client that is to leave, so that none is taken for the next one's."""
 
             def late(requests: Any) -> Any:
                 """Computes once somebody has left, if somebody is to leave."""

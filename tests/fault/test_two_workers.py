@@ -193,7 +193,7 @@ def test_a_silent_router_loses_its_lease(two_workers: Factory) -> None:
 
 
 def test_a_process_that_was_held_for_a_lease_keeps_what_its_router_renews(two_workers: Factory, reference: Reference) -> None:
-    """What renews it is said, or read, only when the process goes on."""
+    """The messages that renew a reservation are sent, or read, only when the process goes on."""
 
     async def scenario() -> None:
         async with two_workers(with_lease(CONFIG, 1.0)) as workers:

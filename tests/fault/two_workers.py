@@ -63,7 +63,7 @@ CONFIG = ClusterConfig(
 
 
 def with_lease(config: ClusterConfig, lease_s: float) -> ClusterConfig:
-    """The same with another lease: a short one where a test waits until it ends."""
+    """The configuration with another lease: a short one where a test waits until a lease ends."""
     return config.model_copy(update={"limits": config.limits.model_copy(update={"lease_s": lease_s})})
 
 

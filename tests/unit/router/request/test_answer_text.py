@@ -25,6 +25,18 @@ def text_side(model: Model) -> tuple[Tokenizer, TokenTexts]:
     return tokenizer, TokenTexts(tokenizer)
 
 
+def pushed(assembler: AnswerText, token_ids: tuple[int, ...], sizes: list[int], end: FinishReason) -> Answer:
+    """What becomes of these tokens when they come in pieces of these sizes."""
+    deltas, start = [], 0
+    for size in sizes:
+        piece = token_ids[start : start + size]
+        start += size
+        deltas.append(assembler.push(Tokens(piece, (), end if start >= len(token_ids) else None)))
+        if deltas[-1].finish_reason is not None:
+            return Answer.of(deltas)
+    raise AssertionError("the answer never ended")
+
+
 @settings(max_examples=150)
 @given(
     text=st.lists(st.sampled_from(TEXTS), min_size=1, max_size=4).map(" ".join),
@@ -43,14 +55,7 @@ def test_pieces_do_not_matter(
 
     def answer(sizes: list[int]) -> Answer:
         assembler = AnswerText(0, tokenizer.detokenizer(), texts, sampling, tuple(stops), None, None)
-        deltas, start = [], 0
-        for size in sizes:
-            piece = token_ids[start : start + size]
-            start += size
-            deltas.append(assembler.push(Tokens(piece, (), end if start >= len(token_ids) else None)))
-            if deltas[-1].finish_reason is not None:
-                return Answer.of(deltas)
-        raise AssertionError("the answer never ended")
+        return pushed(assembler, token_ids, sizes, end)
 
     if not token_ids:
         return
@@ -94,14 +99,7 @@ def test_no_stop_string_cuts_a_call(
     def answer(sizes: list[int]) -> Answer:
         format_ = replace(tool_format(None), names=("f",))
         assembler = AnswerText(0, tokenizer.detokenizer(), texts, sampling, tuple(stops), None, format_)
-        deltas, start = [], 0
-        for size in sizes:
-            piece = token_ids[start : start + size]
-            start += size
-            deltas.append(assembler.push(Tokens(piece, (), end if start >= len(token_ids) else None)))
-            if deltas[-1].finish_reason is not None:
-                break
-        return Answer.of(deltas)
+        return pushed(assembler, token_ids, sizes, end)
 
     by_cuts, whole, single = answer([*cuts, 1000]), answer([1000]), answer([1] * 1000)
     calls, said = whole_calls(whole.tool_calls), (whole.text, whole.token_ids, whole.finish_reason)

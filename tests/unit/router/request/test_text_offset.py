@@ -13,25 +13,11 @@ from router.api.body import check_body
 from router.api.completions.body import CompletionBody
 from router.api.completions.shape import CompletionShape
 from router.api.prepare import Preparer
-from router.api.shapes import AnswerInfo
 from router.dispatch.journal import Tokens
 from router.request.answer import AnswerText, TokenTexts
 from router.text.tokenizer import Tokenizer
+from tests.unit.router.api.test_large_answers import INFO
 
-INFO = AnswerInfo(
-    answer_id="a",
-    created=1,
-    model="m",
-    fingerprint="f",
-    prompts=((1, 2),),
-    choices_per_prompt=1,
-    logprobs=True,
-    return_token_ids=False,
-    include_usage=False,
-    continuous_usage=False,
-    include_times=False,
-    include_predictions=False,
-)
 BOS, EOS = 1, 2
 
 
