@@ -1,4 +1,4 @@
-"""A real cluster for all integration tests: the real `tandem serve`, in processes of its own, float32, on a free port."""
+"""A real cluster for all integration tests: the real `tandem serve`, in processes of its own, on a free port."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def serve(launch: Callable[..., Served]) -> Iterator[Callable[..., Served]]:
 
 @pytest.fixture(scope="session")
 def shared_cluster(launch: Callable[..., Served]) -> Served:
-    served = launch("--dtype", "float32")
+    served = launch()
     served.wait_ready()
     return served
 

@@ -27,7 +27,7 @@ def guarded(serve: Callable[..., Any], keys_file: Path) -> Any:
     config = keys_file.with_name("cluster.yaml")
     config.write_text(f"http: {{router_replicas: 2, keys_file: {keys_file}}}\n")
     keys_file.write_text('{"keys": {}}')
-    served = serve("--dtype", "float32", "--config", str(config), environment={"TANDEM_ADMIN_KEY": "sesame"})
+    served = serve("--config", str(config), environment={"TANDEM_ADMIN_KEY": "sesame"})
     served.wait_ready()
     return served
 

@@ -115,7 +115,7 @@ def seconds_to_answer(cluster: Any) -> float:
 @pytest.mark.parametrize("standby", [0, 1])
 def test_from_zero_with_the_real_model(serve: Callable[..., Any], quick: tuple[str, str], standby: int) -> None:
     """A request waits for a worker's start and a second, on a slow machine for half as long again, or for no start at all."""
-    flags = ("--dtype", "float32", "--prefill", "1", "--decode", "0", "--autoscale", "prefill=1,decode=0..1")
+    flags = ("--prefill", "1", "--decode", "0", "--autoscale", "prefill=1,decode=0..1")
     cluster = serve(*flags, "--standby", str(standby), *quick)
     cluster.wait_ready()
     ready = ["ready", *["standby"] * standby]
@@ -141,7 +141,7 @@ def test_from_zero_with_the_real_model(serve: Callable[..., Any], quick: tuple[s
 @pytest.mark.timeout(400)
 def test_a_ramp_is_met_by_more_workers_and_no_request_fails(serve: Callable[..., Any], quick: tuple[str, str]) -> None:
     """The real model. A limit that no processor keeps wants streams apart; what is late all the same does not fail."""
-    flags = ("--dtype", "float32", "--autoscale", "prefill=1,decode=1..3", "--slo", "ttft:2000,tpot:1")
+    flags = ("--autoscale", "prefill=1,decode=1..3", "--slo", "ttft:2000,tpot:1")
     cluster = serve(*flags, *quick)
     cluster.wait_ready()
     ended = threading.Event()

@@ -35,7 +35,7 @@ decode: {{workers: 2, kv_cache_tokens: 16384}}
 def test_nothing_is_lost_doubled_or_changed(serve: Callable[..., Any], tmp_path: Path) -> None:
     config = tmp_path / "chaos.yaml"
     config.write_text(CONFIG)
-    cluster = serve("--config", str(config), "--dtype", "float32")
+    cluster = serve("--config", str(config))
     try:
         cluster.wait_ready()
         cluster.until(lambda: cluster.settled(2, 2), 90)

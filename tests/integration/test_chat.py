@@ -42,7 +42,7 @@ def test_a_conversation_and_a_stopped_answer(cluster: Any, tandem: str) -> None:
     terminal = Terminal([tandem, "chat", "--temperature", "0"], environment)
     try:
         terminal.expect("> ")
-        terminal.type("What is the capital of France?\n")
+        terminal.type("Name the capital of France.\n")
         terminal.expect("Paris")
         terminal.expect("tokens/s")
         terminal.expect("> ")

@@ -28,7 +28,7 @@ def audit_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def closed(serve: Callable[..., Any], audit_log: Path) -> Any:
     logs = {"RAY_ROTATION_MAX_BYTES": str(LOG_BYTES), "RAY_ROTATION_BACKUP_COUNT": "1"}
-    flags = ["--dtype", "float32", "--max-model-len", "512", "--audit-log", str(audit_log)]
+    flags = ["--max-model-len", "512", "--audit-log", str(audit_log)]
     flags += ["--usage-log", str(audit_log.with_name("usage.jsonl"))]
     served = serve(*flags, environment=logs)
     served.wait_ready()

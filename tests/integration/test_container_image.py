@@ -180,7 +180,7 @@ def local_configuration() -> str:
     values = yaml.safe_load((ROOT / "deploy" / "kubernetes" / "base" / "cluster.yaml").read_text())
     pool = {"workers": 1, "kv_cache_tokens": 8192}
     kept = {name: values[name] for name in ("http", "limits")}
-    return yaml.safe_dump({**kept, "model": "smollm2", "dtype": "float32", "prefill": pool, "decode": pool})
+    return yaml.safe_dump({**kept, "model": "smollm2", "prefill": pool, "decode": pool})
 
 
 def test_it_serves_as_kuberay_runs_the_head(root: Path, settings: dict[str, Any], volumes: Path, key: str) -> None:

@@ -49,7 +49,7 @@ def test_an_open_serve_is_not_used_for_a_closed_cluster(head: tuple[str, dict[st
     port = free_port()
     opened = [sys.executable, "-c", OPEN_SERVE, address, str(port)]
     subprocess.run(opened, env=os.environ | environment, capture_output=True, timeout=START_S, check=True)
-    served = serve("--address", address, "--dtype", "float32", "--port", str(port), environment=environment)
+    served = serve("--address", address, "--port", str(port), environment=environment)
     assert served.process.wait(timeout=90) == 2, served.said()
     [line] = [line for line in served.said().splitlines() if line.startswith("tandem: ")]
     assert line.startswith(f"tandem: http.host: port {port} is open on 0.0.0.0, not on 127.0.0.1 alone")

@@ -43,7 +43,7 @@ def ask(served: Any, path: str) -> httpx.Response:
 
 
 def test_sigterm_lets_streams_end_and_nothing_new_in(serve: Callable[..., Any]) -> None:
-    served = serve("--dtype", "float32", "--shutdown-timeout", "100")
+    served = serve("--shutdown-timeout", "100")
     served.wait_ready()
     folder = folder_of(served)
     assert (ask(served, "/live").status_code, ask(served, "/ready").status_code) == (200, 200)
@@ -63,7 +63,7 @@ def test_sigterm_lets_streams_end_and_nothing_new_in(serve: Callable[..., Any]) 
 
 
 def test_a_second_ctrl_c_ends_streams_at_once_and_a_third_harms_nothing(serve: Callable[..., Any]) -> None:
-    served = serve("--dtype", "float32", "--shutdown-timeout", "60")
+    served = serve("--shutdown-timeout", "60")
     served.wait_ready()
     folder = folder_of(served)
     with stream(served, 4000) as lines:

@@ -1,8 +1,9 @@
-"""Tokens and logprobs of the whole cluster over HTTP, against `transformers` on the same weights, in float32."""
+"""The whole cluster over HTTP: in float32 as `transformers` says it, and the same whatever is beside it or cached."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -58,8 +59,10 @@ def greedy(base_url: str, prompt: list[int], cache_salt: str) -> Answer:
 
 
 def test_greedy_equals_transformers_alone_sixteen_at_once_and_cached(
-    cluster: Any, prompts: list[list[int]], transformers_smollm2: Any
+    serve: Callable[..., Any], prompts: list[list[int]], transformers_smollm2: Any
 ) -> None:
+    cluster = serve("--dtype", "float32")
+    cluster.wait_ready()
     twice = [[greedy(cluster.url, prompt, "alone") for _ in range(2)] for prompt in prompts]
     alone, cached = zip(*twice, strict=True)
     for prompt, answer in zip(prompts, alone, strict=True):

@@ -26,7 +26,7 @@ FLIPS = 100
 @pytest.fixture(scope="module")
 def two_and_two(serve: Callable[..., Any]) -> Any:
     """2 prefill + 2 decode workers of the default model; all prompts are computed by prefill workers."""
-    served = serve("--dtype", "float32", "--prefill", "2", "--decode", "2", "--disaggregation", "always")
+    served = serve("--prefill", "2", "--decode", "2", "--disaggregation", "always")
     served.wait_ready()
     served.until(lambda: served.settled(2, 2), 30)
     return served

@@ -34,7 +34,7 @@ def front(serve: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -
     """1 prefill + 1 decode worker on loopback, without keys, with short deadlines for clients."""
     config = tmp_path_factory.mktemp("front") / "cluster.yaml"
     config.write_text(CONFIG)
-    served = serve("--dtype", "float32", "--config", str(config))
+    served = serve("--config", str(config))
     served.wait_ready()
     return served
 

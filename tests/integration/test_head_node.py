@@ -79,7 +79,7 @@ def lives(cluster: Any) -> dict[str, tuple[int, int]]:
 
 
 def test_serving_goes_on_without_the_gcs_and_the_cluster_is_whole_with_the_next(head: Head, serve: Callable[..., Any]) -> None:
-    flags = ("--address", head.address, "--dtype", "float32", "--decode", "2")
+    flags = ("--address", head.address, "--decode", "2")
     cluster = serve(*flags, environment=head.environment)
     cluster.wait_ready()
     before = lives(cluster)

@@ -32,7 +32,7 @@ HEADERS = {"Content-Type": "application/json"}
 
 @pytest.fixture(scope="module")
 def served(serve: Callable[..., Served]) -> Served:
-    cluster = serve("--dtype", "float32")
+    cluster = serve()
     cluster.wait_ready()
     return cluster
 

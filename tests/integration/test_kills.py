@@ -118,7 +118,7 @@ def test_a_stopped_worker_loses_its_streams_and_harms_nobody_when_it_wakes_up(se
     """It has tickets and tokens of streams that have long gone on elsewhere."""
     config = tmp_path / "impatient.yaml"
     config.write_text("limits: {lease_s: 2.0, heartbeat_s: 0.5}\ndecode: {workers: 2}\n")
-    cluster = serve("--config", str(config), "--dtype", "float32")
+    cluster = serve("--config", str(config))
 
     async def disturb(client: httpx.AsyncClient, answers: list[Answered]) -> None:
         await until(begun(answers))

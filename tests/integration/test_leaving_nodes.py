@@ -28,7 +28,6 @@ pytestmark = pytest.mark.slow
 
 RESOURCES = '{"tandem": 2}'
 CONFIGURATION = """
-dtype: float32
 disaggregation: always
 prefill: {resources: {tandem: 1}}
 decode: {resources: {tandem: 1}}

@@ -49,7 +49,7 @@ def test_a_port_in_use_is_one_line(serve: Callable[..., Any]) -> None:
 
 @pytest.mark.slow
 def test_a_port_that_is_taken_during_the_start_is_one_line(serve: Callable[..., Any]) -> None:
-    served = serve("--dtype", "float32")
+    served = serve()
     served.until(lambda: any("raylet" in command for command in served.processes().values()), 60)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", served.port))
@@ -68,7 +68,7 @@ def assert_refused(served: Any, named: str, code: int = MENDABLE) -> None:
 
 @pytest.mark.slow
 def test_a_second_cluster_serves_beside_the_first_and_ends_on_sigterm(shared_cluster: Any, serve: Callable[..., Any]) -> None:
-    second = serve("--dtype", "float32", "--max-model-len", "512", "--served-model-name", "small")
+    second = serve("--max-model-len", "512", "--served-model-name", "small")
     second.wait_ready()
     body = {"model": "small", "prompt": "The capital of France is", "max_tokens": 6, "temperature": 0}
     assert "Paris" in httpx.post(f"{second.url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"]
@@ -81,7 +81,7 @@ def test_a_second_cluster_serves_beside_the_first_and_ends_on_sigterm(shared_clu
 
 @pytest.mark.slow
 def test_one_address_is_listened_at_and_no_other(serve: Callable[..., Any]) -> None:
-    served = serve("--dtype", "float32", "--host", "127.0.0.2")
+    served = serve("--host", "127.0.0.2")
     served.wait_ready()
     assert httpx.get(f"http://127.0.0.2:{served.port}/v1/models", timeout=10).status_code == 200
     with pytest.raises(httpx.ConnectError):
@@ -103,7 +103,7 @@ def assert_closed_to_others(served: Any) -> None:
 
 @pytest.mark.slow
 def test_when_the_command_is_killed_its_workers_and_haproxy_end_too(serve: Callable[..., Any]) -> None:
-    served = serve("--dtype", "float32")
+    served = serve()
     served.wait_ready()
     # There are two while it takes up a change of its configuration.
     haproxy = next(command for command in served.processes().values() if "haproxy.cfg" in command)
@@ -126,7 +126,7 @@ def test_when_the_command_is_killed_its_workers_and_haproxy_end_too(serve: Calla
 
 @pytest.mark.slow
 def test_an_interrupted_start_leaves_nothing(serve: Callable[..., Any]) -> None:
-    served = serve("--dtype", "float32")
+    served = serve()
     served.until(lambda: any("WorkerProcess" in command for command in served.processes().values()), 60)
     assert served.end(signal.SIGINT) < 2 * GONE_S
     assert served.said().strip() == "stopped"

@@ -11,7 +11,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-ASK: Any = {"model": "smollm2", "input": "What is the capital of France?", "temperature": 0}
+ASK: Any = {"model": "smollm2", "input": "Name the capital of France.", "temperature": 0}
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 SENT = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01", "tracestate": "rojo=1", "x-request-id": "mine"}
 

@@ -36,7 +36,7 @@ def routers(serve: Callable[..., Any], keys_file: Path) -> Any:
         f"http: {{router_replicas: 2, keys_file: {keys_file}}}\nresumable: {{retention_s: {RETENTION_S}}}\n",
     )
     keys_file.write_text('{"keys": {}}')
-    served = serve("--dtype", "float32", "--config", str(config), environment={"TANDEM_ADMIN_KEY": "sesame"})
+    served = serve("--config", str(config), environment={"TANDEM_ADMIN_KEY": "sesame"})
     served.wait_ready()
     return served
 

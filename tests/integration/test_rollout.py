@@ -178,7 +178,7 @@ def test_the_controllers_death_rolls_back(paced: Any) -> None:
 def real(serve: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
     """One worker of each role, with the real model."""
     config = tmp_path_factory.mktemp("real") / "tandem.yaml"
-    config.write_text("dtype: float32\nprefill: {kv_cache_tokens: 16384}\ndecode: {kv_cache_tokens: 16384}\n")
+    config.write_text("prefill: {kv_cache_tokens: 16384}\ndecode: {kv_cache_tokens: 16384}\n")
     served = serve("--config", str(config))
     served.wait_ready()
     served.until(lambda: served.settled(1, 1), 60)

@@ -85,7 +85,7 @@ def kill_a_decode_worker(cluster: Any) -> int:
 @own_mounts
 def test_a_container_with_64_mib_of_shared_memory_serves(small_tandem: str, serve: Callable[..., Any]) -> None:
     """Pools lie in memfds, which are not in /dev/shm, and Ray's object store goes to /tmp."""
-    cluster = serve("--dtype", "float32", "--decode", "2", command=small_tandem)
+    cluster = serve("--decode", "2", command=small_tandem)
     cluster.wait_ready()
     cluster.until(lambda: cluster.settled(1, 2), 90)
     shm = Path(f"/proc/{cluster.workers()[0]['pid']}/root/dev/shm")
@@ -103,7 +103,7 @@ def test_a_container_with_64_mib_of_shared_memory_serves(small_tandem: str, serv
 
 @own_mounts
 def test_a_memory_tier_that_does_not_fit_is_refused_with_what_to_do(small_tandem: str, serve: Callable[..., Any]) -> None:
-    cluster = serve("--dtype", "float32", "--kv-offloading-size", "1", command=small_tandem)
+    cluster = serve("--kv-offloading-size", "1", command=small_tandem)
     assert cluster.process.wait(timeout=120) == 2, cluster.said()
     line = cluster.said().splitlines()[-1]
     assert "/dev/shm" in line, line
@@ -114,7 +114,7 @@ def test_a_memory_tier_that_does_not_fit_is_refused_with_what_to_do(small_tandem
 def test_streams_go_on_while_disk_and_tiers_are_full(small_tandem: str, serve: Callable[..., Any]) -> None:
     """/tmp, where Ray's and our logs, HAProxy's files and the counts are, and both tiers: not a byte can be written."""
     flags = ("--kv-offloading-size", "0.05", "--kv-offloading-dir", "/tmp/kv", "--kv-offloading-disk-size", "0.05")
-    cluster = serve("--dtype", "float32", "--decode", "2", *flags, command=small_tandem)
+    cluster = serve("--decode", "2", *flags, command=small_tandem)
     cluster.wait_ready()
     cluster.until(lambda: cluster.settled(1, 2), 90)
     root = Path(f"/proc/{cluster.workers()[0]['pid']}/root")
@@ -139,7 +139,7 @@ def test_streams_go_on_while_disk_and_tiers_are_full(small_tandem: str, serve: C
 
 @pytest.fixture(scope="module")
 def two_decodes(serve: Callable[..., Any]) -> Any:
-    cluster = serve("--dtype", "float32", "--decode", "2")
+    cluster = serve("--decode", "2")
     cluster.wait_ready()
     cluster.until(lambda: cluster.settled(1, 2), 90)
     return cluster

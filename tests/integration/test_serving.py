@@ -7,7 +7,7 @@ from typing import Any
 
 import openai
 
-QUESTION: Any = [{"role": "user", "content": "What is the capital of France?"}]
+QUESTION: Any = [{"role": "user", "content": "Name the capital of France."}]
 
 
 def client(cluster: Any) -> openai.OpenAI:

@@ -77,7 +77,7 @@ def test_a_small_model_shared_out_says_the_same(
     serve: Callable[..., Any], small_qwen3: Path, expected: list[list[int]], prefill: int, decode: int
 ) -> None:
     served = serve(
-        *("--model", str(small_qwen3), "--dtype", "float32", "--disaggregation", "always"),
+        *("--model", str(small_qwen3), "--disaggregation", "always"),
         *("--prefill-tensor-parallel-size", str(prefill), "--decode-tensor-parallel-size", str(decode)),
     )
     served.wait_ready()
@@ -90,7 +90,7 @@ def test_a_small_model_shared_out_says_the_same(
 
 def test_the_default_model_on_three_ranks_and_a_killed_one(shared_cluster: Any, serve: Callable[..., Any]) -> None:
     alone = [greedy(shared_cluster.url, "smollm2", prompt) for prompt in PROMPTS]
-    served = serve("--dtype", "float32", "--disaggregation", "always", "--decode-tensor-parallel-size", "3")
+    served = serve("--disaggregation", "always", "--decode-tensor-parallel-size", "3")
     served.wait_ready()
     assert [greedy(served.url, "smollm2", prompt) for prompt in PROMPTS] == alone
     for rank in (2, 0):
@@ -116,7 +116,7 @@ def is_after(worker: dict[str, Any], former: dict[str, Any]) -> bool:
 
 def test_a_rank_that_is_killed_in_a_stream_costs_a_pause(serve: Callable[..., Any], shared_cluster: Any) -> None:
     """The stream goes on with the gang's next life, or at another worker."""
-    served = serve("--dtype", "float32", "--decode-tensor-parallel-size", "3", "--decode", "2")
+    served = serve("--decode-tensor-parallel-size", "3", "--decode", "2")
     served.wait_ready()
     body = {"model": "smollm2", "prompt": PROMPTS[1], "max_tokens": 60, "temperature": 0, "ignore_eos": True}
     body |= {"return_token_ids": True}

@@ -70,7 +70,7 @@ def secure(serve: Callable[..., Any], authority: Authority) -> Any:
     keys_file.write_text('{"keys": {}}')
     flags = ("--ssl-keyfile", str(authority.keyfile), "--ssl-certfile", str(authority.certfile), "--keys-file", str(keys_file))
     key = {"TANDEM_ADMIN_KEY": "sesame"}
-    served = serve("--dtype", "float32", *flags, environment=key, ca_file=str(authority.ca_file))
+    served = serve(*flags, environment=key, ca_file=str(authority.ca_file))
     served.wait_ready()
     return served
 
@@ -97,7 +97,7 @@ def test_the_openai_package_streams_over_https(secure: Any, authority: Authority
         openai.DefaultHttpxClient(verify=authority.trusted) as http,
         openai.OpenAI(base_url=f"{secure.url}/v1", api_key=api_key, max_retries=0, http_client=http) as client,
     ):
-        question: Any = [{"role": "user", "content": "What is the capital of France?"}]
+        question: Any = [{"role": "user", "content": "Name the capital of France."}]
         chunks = client.chat.completions.create(model="smollm2", messages=question, max_tokens=12, temperature=0, stream=True)
         assert "Paris" in "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     stranger = openai.OpenAI(base_url=f"{secure.url}/v1", api_key=api_key, max_retries=0)

@@ -24,7 +24,6 @@ from tests.integration.disturbed import begun, disturbed, until
 pytestmark = pytest.mark.slow
 
 CONFIGURATION = """
-dtype: float32
 disaggregation: always
 prefill: {resources: {tandem_prefill: 1}}
 decode: {resources: {tandem_decode: 1}}

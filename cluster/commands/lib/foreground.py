@@ -137,7 +137,7 @@ def greeting(view: ClusterView, config: ClusterConfig, model_name: str) -> list[
     host = f"[{config.http.host}]" if ":" in config.http.host else config.http.host
     url = f"{config.http.scheme}://{host}:{config.http.port}"
     counts = " + ".join(f"{sum(info.role is role for info in view.workers)} {role.value}" for role in Role)
-    question = [{"role": "user", "content": "What is the capital of France?"}]
+    question = [{"role": "user", "content": "Name the capital of France."}]
     body = json.dumps({"model": model_name, "messages": question, "temperature": 0})
     key = "" if config.http.keys_file is None else ' -H "Authorization: Bearer $TANDEM_API_KEY"'
     command = f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
