@@ -67,10 +67,12 @@ class RayNodes:
         self.head = None
 
     def start_node(self, number: int) -> None:
-        """Start Ray on a machine, which is made if it is not there, with room for a prefill and a decode worker."""
+        """Start Ray on a machine, which is made if it is not there, with room for two workers. Such as may
+        change their role ask for `tandem_worker`, and others for their role, of which there is one.
+        """
         if number not in self.nodes:
             self.nodes[number] = Machine(f"node{number}", f"{NETWORK}.{_FIRST_NODE + number}")
-        resources = json.dumps({"tandem_prefill": 1, "tandem_decode": 1})
+        resources = json.dumps({"tandem_prefill": 1, "tandem_decode": 1, "tandem_worker": 2})
         flags = (f"--address={HEAD}:{_GCS_PORT}", f"--resources={resources}", "--num-cpus=1")
         self._start_ray(self.nodes[number], flags)
 

@@ -51,6 +51,8 @@ class Request:
     kind: str
     number: int
     max_tokens: int
+    entries: int = 0
+    """A log of so many entries, about 20 tokens each, comes before the story, and no other number's log is like it."""
 
     @property
     def path(self) -> str:
@@ -61,7 +63,8 @@ class Request:
     def body(self) -> dict[str, Any]:
         """The body of the request."""
         common = {"model": "smollm2", "seed": self.number, "stream": True, "return_token_ids": True}
-        text = f"Story number {self.number} begins on a ship that left the harbour at dawn"
+        text = "".join(self._entry(day) for day in range(1, self.entries + 1))
+        text += f"Story number {self.number} begins on a ship that left the harbour at dawn"
         if self.kind in _COMPLETIONS:
             own = {"prompt": text, "max_tokens": self.max_tokens, **_COMPLETIONS[self.kind]}
             own |= {"min_tokens": self.max_tokens // 2} if self.kind == "stop" else {"ignore_eos": True}
@@ -69,6 +72,10 @@ class Request:
             messages = [{"role": "user", "content": f"{text}. Write of it."}]
             own = {"messages": messages, "temperature": 1, "max_tokens": max(self.max_tokens, 600), **_CHATS[self.kind]}
         return common | own
+
+    def _entry(self, day: int) -> str:
+        cargo = (self.number * 7919 + day * 104_729) % 9973
+        return f"Day {day} of voyage {self.number}: the crew counts {cargo} barrels of salt and sails on.\n"
 
 
 @dataclass

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.lib.chaos import Chaos, WorkerFaults, growing, worker_fault
 from benchmarks.lib.environment import write_result
-from tests.integration.chaos import Chaos, growing
+from benchmarks.lib.streams import KINDS, Request
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +41,10 @@ def test_nothing_is_lost_doubled_or_changed(serve: Callable[..., Any], tmp_path:
     try:
         cluster.wait_ready()
         cluster.until(lambda: cluster.settled(2, 2), 90)
-        chaos = Chaos(cluster, SEED, SECONDS, GAP_S, LEASE_S, max_tokens=200 if SOAK else 60)
+        rng = random.Random(SEED)
+        schedule = [worker_fault(rng, (number + 1) * GAP_S, LEASE_S) for number in range(int(SECONDS / GAP_S))]
+        requests = [Request(kind, number, 200 if SOAK else 60) for number in range(2) for kind in KINDS]
+        chaos = Chaos(cluster, requests, WorkerFaults(cluster, rng), schedule, seed=SEED, seconds=SECONDS)
         report = asyncio.run(chaos.run())
         cluster.until(lambda: cluster.settled(2, 2), 120)
         cluster.until(cluster.clean, 30)

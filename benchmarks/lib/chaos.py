@@ -1,6 +1,6 @@
 """Chaos for a cluster under load: what goes wrong and when is a function of a seed.
 
-    schedule(seed) ──► SIGKILL, SIGSTOP ... SIGCONT of workers          one at a time, evenly spread
+    faults ──► `befall` of who knows the cluster                        one at a time
     load ──► clients: steady, slow, cut; directly, or by a proxy that delays and drops their connections
     watch ──► private memory of every process                           ──► Report
 
@@ -17,84 +17,82 @@ import signal
 import statistics
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 
-from benchmarks.lib.streams import KINDS, Answered, Request
+from benchmarks.lib.lanes import quantile
+from benchmarks.lib.rough_proxy import RoughProxy
+from benchmarks.lib.streams import Answered, Request
 
 LANES = 6
 SAMPLE_S = 2.0
+NOBODY = "nobody was up"
+_WORKER = "ray::WorkerProcess"
 
 
 @dataclass(frozen=True)
 class Fault:
-    """At `at_s` from the beginning, this befalls a worker of this role that is up."""
+    """At `at_s` from the beginning, or as soon as the fault before it is over, this happens."""
 
     at_s: float
-    role: str
     kind: str
-    """kill, or stop."""
+    """`kill` and `stop` befall a worker of `role` that is up; others are the caller's."""
+    role: str = ""
     stopped_s: float = 0.0
 
 
-def schedule(rng: random.Random, seconds: float, gap_s: float, lease_s: float) -> list[Fault]:
-    """A fault every `gap_s`. Two of three are kills; a stop lasts shorter or longer than a lease, which must not matter."""
-    faults = []
-    for number in range(int(seconds / gap_s)):
-        role = rng.choice(["decode", "decode", "prefill"])
-        kind = rng.choice(["kill", "kill", "stop"])
-        stopped_s = rng.choice([0.3, 1.5]) * lease_s if kind == "stop" else 0.0
-        faults.append(Fault((number + 1) * gap_s, role, kind, stopped_s))
-    return faults
+class Cluster(Protocol):
+    """What is to be disturbed, as this process sees it."""
+
+    url: str
+
+    def workers(self) -> list[dict[str, Any]]:
+        """Return what `GET /admin/status` says of workers."""
+
+    def processes(self) -> dict[int, str]:
+        """Return all processes of the cluster: ids to command lines."""
 
 
-class Proxy:
-    """TCP between clients and the cluster: some connections are slow, and some end in the middle."""
+class Faults(Protocol):
+    """Does faults to a cluster."""
 
-    def __init__(self, port: int, rng: random.Random) -> None:
-        self._port = port
+    async def befall(self, fault: Fault) -> str:
+        """Do a fault and what undoes it. Returns what to count it as."""
+
+
+def worker_fault(rng: random.Random, at_s: float, lease_s: float) -> Fault:
+    """Two of three are kills; a stop lasts shorter or longer than a lease, which must not matter."""
+    role = rng.choice(["decode", "decode", "prefill"])
+    kind = rng.choice(["kill", "kill", "stop"])
+    return Fault(at_s, kind, role, rng.choice([0.3, 1.5]) * lease_s if kind == "stop" else 0.0)
+
+
+class WorkerFaults:
+    """Kills and stops workers' processes."""
+
+    def __init__(self, cluster: Cluster, rng: random.Random) -> None:
+        self._cluster = cluster
         self._rng = rng
-        self.url = ""
-        self.delayed = self.dropped = 0
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[Proxy]:
-        server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        async with server:
-            yield self
-
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        fate = self._rng.choice(["delay", "drop"])
-        delay_s = self._rng.uniform(0.01, 0.1) if fate == "delay" else 0.0
-        left = self._rng.randrange(2_000, 40_000) if fate == "drop" else None
-        self.delayed += fate == "delay"
-        upstream_reader, upstream_writer = await asyncio.open_connection("127.0.0.1", self._port)
-        ways = [
-            asyncio.create_task(self._pump(reader, upstream_writer, delay_s, None)),
-            asyncio.create_task(self._pump(upstream_reader, writer, delay_s, left)),
-        ]
-        await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
-        for way in ways:
-            way.cancel()
-        await asyncio.gather(*ways, return_exceptions=True)
-        for end in (writer, upstream_writer):
-            end.transport.abort()  # both sides see a reset, as when a box on the way gives up
-
-    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, delay_s: float, left: int | None) -> None:
-        with contextlib.suppress(ConnectionError):
-            while data := await source.read(16_384):
-                await asyncio.sleep(delay_s)
-                if left is not None and (left := left - len(data)) < 0:
-                    self.dropped += 1
-                    return
-                sink.write(data)
-                await sink.drain()
+    async def befall(self, fault: Fault) -> str:
+        """Kill a process, or stop it for a while."""
+        workers = await asyncio.to_thread(self._cluster.workers)
+        up = [each for each in workers if each["role"] == fault.role and each["running"] is not None]
+        if not up:
+            return NOBODY
+        pid = int(self._rng.choice(up)["pid"])
+        with contextlib.suppress(ProcessLookupError):
+            if fault.kind == "kill":
+                os.kill(pid, signal.SIGKILL)
+            else:
+                os.kill(pid, signal.SIGSTOP)
+                await asyncio.sleep(fault.stopped_s)
+                os.kill(pid, signal.SIGCONT)
+        return f"{fault.kind} {fault.role}"
 
 
 @dataclass
@@ -109,17 +107,18 @@ class Report:
     gaps_s: list[float] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     memory: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """MiB of each process that was there all the time: after the warm-up, and at the end."""
+    """MiB of each process that was there all the time, and of the largest worker: after the warm-up, and at the end."""
 
     def markdown(self) -> str:
+        """Return a table of all of it, and the problems below."""
         gaps = sorted(self.gaps_s)
         lines = [f"Chaos with seed {self.seed} for {self.seconds:.0f} s.", "", "| | |", "|---|---|"]
         for title, counted in (("faults", self.faults), ("clients", self.clients), ("outcomes", self.outcomes)):
             lines.append(f"| {title} | {', '.join(f'{count} {name}' for name, count in sorted(counted.items()))} |")
         if gaps:
-            p99 = gaps[round(0.99 * (len(gaps) - 1))]
             lines.append(
-                f"| longest gap of a stream | median {statistics.median(gaps):.2f} s, p99 {p99:.2f}, max {gaps[-1]:.2f} |"
+                f"| longest gap of a stream | median {statistics.median(gaps):.2f} s, p99 {quantile(gaps):.2f}, "
+                f"max {gaps[-1]:.2f} |"
             )
         for name, (before, after) in sorted(self.memory.items()):
             lines.append(f"| {name} | {before:.1f} MiB, then {after:.1f} |")
@@ -127,16 +126,30 @@ class Report:
 
 
 class Chaos:
-    """One run against a served cluster; `answers` of the undisturbed cluster are what is right."""
+    """One run against a cluster that is whole; its answers of then are what is right."""
 
-    def __init__(self, cluster: Any, seed: int, seconds: float, gap_s: float, lease_s: float, max_tokens: int) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        requests: Sequence[Request],
+        faults: Faults,
+        schedule: Sequence[Fault],
+        *,
+        seed: int,
+        seconds: float,
+        load: Callable[[float], float] = lambda _: 0.8,
+    ) -> None:
+        """`load`: which share of what the cluster bears undisturbed is asked of it, by the seconds since the beginning."""
         self._cluster = cluster
+        self._requests = requests
+        self._faults = faults
+        self._schedule = schedule
+        self._load = load
         self._rng = random.Random(seed)
         self._seconds = seconds
-        self._faults = schedule(self._rng, seconds, gap_s, lease_s)
-        self._requests = [Request(kind, number, max_tokens) for number in range(2) for kind in KINDS]
         self._expected: dict[Request, Answered] = {}
         self._samples: dict[tuple[int, str], list[float]] = defaultdict(list)
+        self._largest_worker: list[float] = []
         self._over = False
         self._rate = 0.0
         self.report = Report(seed, seconds)
@@ -145,7 +158,7 @@ class Chaos:
         """Undisturbed, then disturbed, then quiet again."""
         limits = httpx.Limits(max_connections=64)
         async with (
-            Proxy(self._cluster.port, self._rng).running() as proxy,
+            RoughProxy(self._cluster.url, self._rng).running() as proxy,
             httpx.AsyncClient(base_url=self._cluster.url, timeout=120, limits=limits) as direct,
         ):
             await self._undisturbed(direct)
@@ -176,13 +189,14 @@ class Chaos:
             assert answer.failure is None, (answer.request, answer.failure)
             self._expected[answer.request] = answer
 
-    async def _ask(self, direct: httpx.AsyncClient, proxy: Proxy) -> None:
-        """Requests at 80 % of what the cluster bears, as far as that allows with twice the lanes."""
+    async def _ask(self, direct: httpx.AsyncClient, proxy: RoughProxy) -> None:
+        """Requests at the wanted rate, as far as twice the lanes allow."""
         lanes = asyncio.Semaphore(2 * LANES)
+        begun = time.monotonic()
         async with asyncio.TaskGroup() as tasks:
             number = 0
             while not self._over:
-                await asyncio.sleep(self._rng.expovariate(0.8 * self._rate))
+                await asyncio.sleep(self._rng.expovariate(self._load(time.monotonic() - begun) * self._rate))
                 await lanes.acquire()
                 kind = self._rng.choice(["steady"] * 5 + ["slow", "cut", "proxied", "proxied"])
                 request = self._requests[number % len(self._requests)]
@@ -190,7 +204,7 @@ class Chaos:
                 task.add_done_callback(lambda _: lanes.release())
                 number += 1
 
-    async def _one(self, kind: str, request: Request, direct: httpx.AsyncClient, proxy: Proxy, chance: float) -> None:
+    async def _one(self, kind: str, request: Request, direct: httpx.AsyncClient, proxy: RoughProxy, chance: float) -> None:
         self.report.clients[kind] += 1
         answer = Answered(request)
         if kind == "cut":
@@ -225,43 +239,36 @@ class Chaos:
 
     async def _spoil(self) -> None:
         begun = time.monotonic()
-        for fault in self._faults:
+        for fault in self._schedule:
             await asyncio.sleep(max(0.0, begun + fault.at_s - time.monotonic()))
-            victim = await asyncio.to_thread(self._victim, fault.role)
-            if victim is None:
-                self.report.faults["nobody was up"] += 1
-                continue
-            self.report.faults[f"{fault.kind} {fault.role}"] += 1
-            with contextlib.suppress(ProcessLookupError):
-                if fault.kind == "kill":
-                    os.kill(victim, signal.SIGKILL)
-                else:
-                    os.kill(victim, signal.SIGSTOP)
-                    await asyncio.sleep(fault.stopped_s)
-                    os.kill(victim, signal.SIGCONT)
+            if time.monotonic() > begun + self._seconds:
+                break
+            self.report.faults[await self._faults.befall(fault)] += 1
         await asyncio.sleep(max(0.0, begun + self._seconds - time.monotonic()))
         self._over = True
 
-    def _victim(self, role: str) -> int | None:
-        up = [each for each in self._cluster.workers() if each["role"] == role and each["running"] is not None]
-        return int(self._rng.choice(up)["pid"]) if up else None
-
     async def _watch_memory(self) -> None:
         while True:
+            largest = 0.0
             for pid, command in (await asyncio.to_thread(self._cluster.processes)).items():
                 private = private_mib(pid)
                 if private is not None:
                     self._samples[pid, command].append(private)
+                    largest = max(largest, private if command.startswith(_WORKER) else 0.0)
+            self._largest_worker.append(largest)
             await asyncio.sleep(SAMPLE_S)
 
     def _sum_up_memory(self) -> None:
         """Of those that were there from the first sample to the last: the second quarter beside the last."""
-        most = max(map(len, self._samples.values()))
+        most = len(self._largest_worker)
+        if not (quarter := most // 4):
+            return
         for (pid, command), values in self._samples.items():
-            quarter = most // 4
-            if len(values) == most and quarter:
+            if len(values) == most:
                 before, after = statistics.median(values[quarter : 2 * quarter]), statistics.median(values[-quarter:])
                 self.report.memory[f"{' '.join(Path(word).name for word in command.split()[:2])} ({pid})"] = (before, after)
+        workers = self._largest_worker
+        self.report.memory["the largest worker"] = (max(workers[quarter : 2 * quarter]), max(workers[-quarter:]))
 
 
 def private_mib(pid: int) -> float | None:
