@@ -71,13 +71,19 @@ def paced_kills(result: Result, kind: str) -> Sequence[Figure]:
     ]
 
 
-def chaos(result: Result, kind: str) -> Sequence[Figure]:
+def soak(result: Result, kind: str) -> Sequence[Figure]:
     """Whether anything went wrong."""
+    outcomes = result["outcomes"]
     return [
+        Figure("minutes of faults with everything on", result["seconds"] / 60, digits=0, goal=at_least(60)),
         Figure("faults", sum(result["faults"].values()), digits=0),
-        Figure("problems", len(result["problems"]), digits=0, goal=at_most(0)),
-        Figure("minutes", result["seconds"] / 60, digits=0),
+        Figure(f"answers that were wrong, of {sum(outcomes.values()):,}", _wrong(outcomes), digits=0, goal=at_most(0)),
+        Figure("problems: wrong answers, leaks, processes that grew", len(result["problems"]), digits=0, goal=at_most(0)),
     ]
+
+
+def _wrong(outcomes: Mapping[str, int]) -> int:
+    return sum(count for outcome, count in outcomes.items() if outcome not in ("exact", "cut off"))
 
 
 def cut_streams(result: Result, kind: str) -> Sequence[Figure]:
@@ -199,7 +205,7 @@ EXTRACT = {
     "node_faults": node_faults,
     "migration": migration,
     "paced_kills": paced_kills,
-    "chaos": chaos,
+    "soak": soak,
     "cut_streams": cut_streams,
     "handoff": handoff,
     "cache_routing": cache_routing,

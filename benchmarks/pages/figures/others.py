@@ -72,6 +72,16 @@ def api_cases(result: Result, kind: str) -> Sequence[Figure]:
     ]
 
 
+def fresh_clone(result: Result, kind: str) -> Sequence[Figure]:
+    """With empty caches."""
+    return [
+        Figure("`make serve` is ready after", result["ready_s"], "s", 0),
+        Figure("the first answer takes", result["first_answer_s"], "s"),
+        Figure("`make test` takes", result["test_s"] / 60, "min", 1, goal=at_most(12)),
+        Figure("`make docs` takes", result["docs_s"], "s", 0),
+    ]
+
+
 def kernel_resources(result: Result, kind: str) -> Sequence[Figure]:
     """Kernels that spill registers."""
     kernels = result["kernels"]
@@ -126,6 +136,7 @@ EXTRACT = {
     "agreement": agreement,
     "lm_eval": lm_eval,
     "api_cases": api_cases,
+    "fresh_clone": fresh_clone,
     "kernel_resources": kernel_resources,
     "certify": certify,
     "against": against,

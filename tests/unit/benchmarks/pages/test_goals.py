@@ -29,7 +29,6 @@ def test_a_figure_with_a_goal_is_in_one_goal() -> None:
     )
     assert [each for each, times in named.items() if times > 1] == []
     elsewhere = {
-        "chaos",
         "cut_streams",
         "guidellm",
         "api_cases",
