@@ -149,6 +149,7 @@ class StepLoop:
             stream.token_ids += [stream.token_ids[-1]] * count
             stream.num_generated += count
             stream.computed += count
+            stream.known = max(stream.known, stream.computed)
             enough = self._ledger.grow(stream.ticket_id, len(stream.token_ids) if grow else stream.computed)
             assert enough, "a run goes no further than its blocks"
 

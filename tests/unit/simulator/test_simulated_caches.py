@@ -6,7 +6,7 @@ import random
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from simulator.cluster import Cluster, Shape, simulate
@@ -58,8 +58,14 @@ def test_by_load_alone_times_are_what_they_were_before_caches_were_simulated(
     assert sum(request.last_at for request in requests) == pytest.approx(last_at, rel=1e-12)
 
 
+_ROWS = ((0, 100, 57), (0, 59, 59), (0.125, 18, 110), (0.125, 306, 96), (0, 274, 74), (0, 198, 60))
+PREEMPTED_IN_A_RUN = [(gap, prompt_len, answer_len, False) for gap, prompt_len, answer_len in _ROWS]
+"""A stream whose KV grew in runs of many steps is preempted, and recomputes in more than one step."""
+
+
 @settings(max_examples=20, deadline=None)
 @given(request_lists(), cluster_strategy, st.sampled_from([Caching(), NO_FETCHING]))
+@example(PREEMPTED_IN_A_RUN, ("always", Shape(1, 1)), Caching())
 def test_where_nothing_is_shared_caches_change_nothing(
     rows: list[tuple[float, int, int, bool]], kind: tuple[str, Shape], caching: Caching
 ) -> None:
