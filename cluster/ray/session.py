@@ -96,7 +96,10 @@ def haproxy_guard() -> Path:
 
 @contextmanager
 def local_ray() -> Iterator[None]:
-    """Run a Ray instance of this process's own on loopback. All its processes are gone when the block ends."""
+    """Run a Ray instance of this process's own on loopback. All its processes are gone when the block ends.
+
+    Raises UnavailableError if Ray does not start.
+    """
     remove_leftovers()
     with (
         tempfile.TemporaryDirectory(prefix=SCRATCH_PREFIX, dir=TEMPORARY, ignore_cleanup_errors=True) as scratch,
@@ -107,22 +110,31 @@ def local_ray() -> Iterator[None]:
         import ray
 
         try:
-            with _own_sigterm():
-                context: Any = ray.init(
-                    address="local",
-                    num_cpus=usable_cores(),
-                    num_gpus=num_gpus(),
-                    namespace="tandem",
-                    include_dashboard=False,
-                    log_to_driver=False,
-                    configure_logging=False,
-                    object_store_memory=_OBJECT_STORE_BYTES,
-                    _node_ip_address="127.0.0.1",
-                )
+            context = _start_ray()
             session.enter_context(claim(Path(context.address_info["session_dir"])))
             yield
         finally:
             ray.shutdown()
+
+
+def _start_ray() -> Any:
+    import ray
+
+    try:
+        with _own_sigterm():
+            return ray.init(
+                address="local",
+                num_cpus=usable_cores(),
+                num_gpus=num_gpus(),
+                namespace="tandem",
+                include_dashboard=False,
+                log_to_driver=False,
+                configure_logging=False,
+                object_store_memory=_OBJECT_STORE_BYTES,
+                _node_ip_address="127.0.0.1",
+            )
+    except Exception as error:  # Ray has no narrower one for a process of its own that does not come up in time
+        raise UnavailableError(f"Ray did not start on this machine: {first_line(error)}") from error
 
 
 @contextmanager

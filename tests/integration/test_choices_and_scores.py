@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import httpx
 import openai
 import pytest
-import torch
 
 TEXT = "Prompts of some length are read once, however many answers they get. " * 12
 
@@ -47,21 +45,3 @@ def test_greedy_choices_are_one(cluster: Any) -> None:
         answer = client.completions.create(model="smollm2", prompt=TEXT, max_tokens=12, temperature=0, n=3)
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
     assert len({choice.text for choice in answer.choices}) == 1
-
-
-@pytest.mark.slow
-def test_echo_scores_prompts_as_transformers_does(cluster: Any, transformers_smollm2: Any) -> None:
-    rng = random.Random(5)
-    prompts = [[rng.randrange(17, 40_000) for _ in range(length)] for length in (1, 2, 40, 700)]
-    body = {"model": "smollm2", "prompt": prompts, "max_tokens": 0, "echo": True, "logprobs": 1, "temperature": 0}
-    for _ in range(2):  # the second time all of it is cached
-        answer = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=120)
-        assert answer.status_code == 200, answer.text
-        for prompt, choice in zip(prompts, answer.json()["choices"], strict=True):
-            first, *scores = choice["logprobs"]["token_logprobs"]
-            with torch.inference_mode():
-                expected = torch.log_softmax(transformers_smollm2(torch.tensor([prompt])).logits[0, :-1], dim=-1)
-            assert first is None
-            assert scores == pytest.approx(expected.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist(), abs=2e-3)
-            likeliest = [max(top.values()) for top in choice["logprobs"]["top_logprobs"][1:]]
-            assert likeliest == pytest.approx(expected.max(dim=-1).values.tolist(), abs=2e-3)

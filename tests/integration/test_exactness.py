@@ -45,6 +45,14 @@ def prompts(shared_cluster: Any) -> list[list[int]]:
     return found
 
 
+@pytest.fixture(scope="module")
+def float32_cluster(serve: Callable[..., Any]) -> Any:
+    """What `transformers` computes in is float32."""
+    served = serve("--dtype", "float32")
+    served.wait_ready()
+    return served
+
+
 def complete(base_url: str, prompt: list[int], **fields: Any) -> dict[str, Any]:
     body = {"model": "smollm2", "prompt": prompt, "max_tokens": NUM_TOKENS, "return_token_ids": True, **fields}
     answer = httpx.post(f"{base_url}/v1/completions", json=body, timeout=150)
@@ -59,10 +67,9 @@ def greedy(base_url: str, prompt: list[int], cache_salt: str) -> Answer:
 
 
 def test_greedy_equals_transformers_alone_sixteen_at_once_and_cached(
-    serve: Callable[..., Any], prompts: list[list[int]], transformers_smollm2: Any
+    float32_cluster: Any, prompts: list[list[int]], transformers_smollm2: Any
 ) -> None:
-    cluster = serve("--dtype", "float32")
-    cluster.wait_ready()
+    cluster = float32_cluster
     twice = [[greedy(cluster.url, prompt, "alone") for _ in range(2)] for prompt in prompts]
     alone, cached = zip(*twice, strict=True)
     for prompt, answer in zip(prompts, alone, strict=True):
@@ -97,3 +104,20 @@ def test_seeded_sampling_is_the_same_alone_and_among_fifteen_others(cluster: Any
         together = list(threads.map(lambda number: sampled(number, "seeded, together"), range(16)))
     assert {number: together[number] for number in watched} == alone
     assert len(set(together)) == 16, "different seeds and prompts say different things"
+
+
+def test_echo_scores_prompts_as_transformers_does(float32_cluster: Any, transformers_smollm2: Any) -> None:
+    rng = random.Random(5)
+    prompts = [[rng.randrange(17, 40_000) for _ in range(length)] for length in (1, 2, 40, 700)]
+    body = {"model": "smollm2", "prompt": prompts, "max_tokens": 0, "echo": True, "logprobs": 1, "temperature": 0}
+    for _ in range(2):  # the second time all of it is cached
+        answer = httpx.post(f"{float32_cluster.url}/v1/completions", json=body, timeout=120)
+        assert answer.status_code == 200, answer.text
+        for prompt, choice in zip(prompts, answer.json()["choices"], strict=True):
+            first, *scores = choice["logprobs"]["token_logprobs"]
+            with torch.inference_mode():
+                expected = torch.log_softmax(transformers_smollm2(torch.tensor([prompt])).logits[0, :-1], dim=-1)
+            assert first is None
+            assert scores == pytest.approx(expected.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist(), abs=2e-3)
+            likeliest = [max(top.values()) for top in choice["logprobs"]["top_logprobs"][1:]]
+            assert likeliest == pytest.approx(expected.max(dim=-1).values.tolist(), abs=2e-3)

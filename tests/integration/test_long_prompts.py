@@ -56,7 +56,7 @@ def served(serve: Callable[..., Any], folder: Path) -> Any:
     config = folder.with_name("config.yaml")
     pool = f"{{kv_cache_tokens: {CONTEXT + 16_384}}}"
     config.write_text(f"prefill: {pool}\ndecode: {pool}\n")
-    served = serve("--config", str(config), "--model", str(folder), "--disaggregation", "always")
+    served = serve("--config", str(config), "--model", str(folder), "--dtype", "float32", "--disaggregation", "always")
     served.wait_ready()
     return served
 
