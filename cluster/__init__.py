@@ -1,3 +1,3 @@
 """The running cluster: the command `tandem`, the controller and its workers, and what they need of Ray."""
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"

@@ -47,7 +47,7 @@ def test_the_version_is_printed_alone(monkeypatch: pytest.MonkeyPatch, capsys: p
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 0
-    assert capsys.readouterr() == ("tandem 0.2.0\n", "")
+    assert capsys.readouterr() == ("tandem 0.3.0\n", "")
 
 
 @pytest.mark.parametrize(
