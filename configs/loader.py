@@ -82,7 +82,7 @@ def _checked(values: Mapping[str, Any]) -> ClusterConfig:
     raise ConfigError("; ".join(f"{key}: {problem}" for key, problem in problems), param=problems[0][0])
 
 
-_SECRETS = ("password", "secret", "admin_key", "metrics_key")
+_SECRETS = ("password", "secret", "admin_key", "metrics_key", "redis_url", ".pem", "sasl")
 """Parts of the names of keys whose values are not shown."""
 
 

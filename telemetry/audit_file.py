@@ -5,6 +5,7 @@ One line has `time` (UTC), `event`, who did it, from where, and what came of it.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -47,11 +48,22 @@ class AuditFile:
             try:
                 os.fchmod(file, LOG_MODE)
                 fcntl.flock(file, fcntl.LOCK_EX)  # held for one write: by the cluster's owner of the log, or by `tandem keys`
-                while data:
-                    data = data[os.write(file, data) :]
+                _write_all(file, data)
             finally:
                 os.close(file)
         except OSError as error:
             raise ConfigError(
                 f"{self._path}: the audit log can't be written: {error.strerror}", param="telemetry.audit_log"
             ) from None
+
+
+def _write_all(file: int, data: bytes) -> None:
+    """Add all of it or, where an OSError is raised, nothing."""
+    size = os.fstat(file).st_size
+    try:
+        while data:
+            data = data[os.write(file, data) :]
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.ftruncate(file, size)
+        raise

@@ -66,21 +66,23 @@ def write_pair(files: CertificateFiles, target: Path) -> None:
 def watch_certificate(files: CertificateFiles, target: Path, admin_socket: Path) -> None:
     """Give HAProxy the certificate anew whenever its files have changed. Never returns.
 
-    `target` is the file that HAProxy has read it from. What goes wrong is said on standard error, and tried again when the
-    files change again.
+    `target` is the file that HAProxy has read it from. What goes wrong is said on standard error. Files that are no pair are
+    read again when they change again, and HAProxy is told again until it has answered.
     """
-    seen = _state(files)
+    seen, told = _state(files), True
     while True:
         time.sleep(_LOOK_S)  # the files may be links into a folder that is replaced: nothing to be told of by the kernel
         now = _state(files)
-        if now == seen:
-            continue
-        seen = now
         try:
-            write_pair(files, target)
-            _tell(admin_socket, f"set ssl cert {target} <<\n{target.read_text()}\n")
-            said = _tell(admin_socket, f"commit ssl cert {target}\n")
-            _log(f"HAProxy about the new certificate: {' '.join(said.split())}")
+            if now != seen:
+                seen = now
+                write_pair(files, target)
+                told = False
+            if not told:
+                _tell(admin_socket, f"set ssl cert {target} <<\n{target.read_text()}\n")
+                said = _tell(admin_socket, f"commit ssl cert {target}\n")
+                told = True
+                _log(f"HAProxy about the new certificate: {' '.join(said.split())}")
         except (CertificateError, OSError) as error:
             _log(f"the certificate stays as it was: {error}")
 
@@ -94,13 +96,13 @@ def _log(line: str) -> None:
     sys.stderr.flush()
 
 
-def _state(files: CertificateFiles) -> list[tuple[int, int, int]]:
-    """What changes when one of the files does. A file that is missing just now changes nothing."""
+def _state(files: CertificateFiles) -> list[tuple[int, int, int, int]]:
+    """What changes when one of the files does, or may be read by others. A file that is missing just now changes nothing."""
     found = []
     for name in (files.certfile, files.keyfile):
         with contextlib.suppress(OSError):
             status = os.stat(name)
-            found.append((status.st_ino, status.st_mtime_ns, status.st_size))
+            found.append((status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size))
     return found
 
 

@@ -18,6 +18,7 @@ from typing import Protocol
 
 from router.access.callers import Caller
 from router.api.envelope import AsgiApp, Message, Receive, Scope, Send
+from router.api.errors import CLIENT_WENT_AWAY
 from telemetry.audit_file import Line, audit_line
 
 log = logging.getLogger(__name__)
@@ -28,9 +29,12 @@ REFUSALS_PER_S = 0.2
 MAX_QUEUED = 1000
 _PAUSE_S = 1.0
 """Seconds between two writes, and before a write that failed is tried again."""
+_APPEND_S = 10.0
+"""Seconds that the owner of the log has to write lines."""
 _CLOSE_S = 5.0
 """Seconds that the owner of the log has for what waits at the end."""
 _REFUSED = (401, 403)
+_FAILED = 500
 _ACTION = "audited_action"
 _CALLER = "caller"
 _PEER = "peer"
@@ -40,7 +44,7 @@ class AuditStore(Protocol):
     """Where lines of the audit log go."""
 
     async def append(self, lines: Sequence[Line]) -> None:
-        """Add lines to the audit log. Any exception means that none was added."""
+        """Add lines to the audit log. After an exception they are sent again, so who is only slow writes them twice."""
 
 
 class AuditQueue:
@@ -113,7 +117,8 @@ class AuditQueue:
         if not lines:
             return True
         try:
-            await self._store.append(lines)
+            async with asyncio.timeout(_APPEND_S):
+                await self._store.append(lines)
         except Exception as error:  # noqa: BLE001 (whatever ails the owner of the log, serving goes on without it)
             log.warning("%d lines wait for the audit log: %s", len(lines), type(error).__name__)
             return False
@@ -137,12 +142,21 @@ class AuditTrail:
             await self._app(scope, receive, send)
             return
 
+        answered = False
+
         async def send_and_note(message: Message) -> None:
+            nonlocal answered
             if message["type"] == "http.response.start":
+                answered = True
                 self._note(scope, message["status"])
             await send(message)
 
-        await self._app(scope, receive, send_and_note)
+        try:
+            await self._app(scope, receive, send_and_note)
+        except BaseException as error:
+            if not answered:  # what was ordered is done all the same
+                self._note(scope, _FAILED if isinstance(error, Exception) else CLIENT_WENT_AWAY)
+            raise
 
     def _note(self, scope: Scope, status: int) -> None:
         action = scope["state"].get(_ACTION)

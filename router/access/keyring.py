@@ -1,16 +1,18 @@
 """Keeps the file of API keys in memory, and reads it again when it has changed.
 
-The file is replaced as a whole (cluster/commands/lib/key_file.py), so looking at its inode, size and time before each request
-is enough to see every change, and costs two microseconds.
+The file is replaced as a whole (cluster/commands/lib/key_file.py), so looking at its inode, size and times before each request
+is enough to see every change, and costs two microseconds. A new owner or mode is a change, too: it may make a file readable.
 
 An entry that is wrong is skipped, and its key refused; all other entries count, revocations among them. A file that can't be
-read at all changes nothing: the keys that were good stay good until it is mended. Log, metrics and status tell of both.
+read at all changes nothing: the keys that were good stay good until it is mended, and it is tried again each second. Log,
+metrics and status tell of both.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -23,7 +25,10 @@ from router.access.keys import ApiKey, KeyFile, check_key, read_key_file
 
 log = logging.getLogger(__name__)
 
-_Version = tuple[int, int, int] | None
+_AGAIN_S = 1.0
+"""Seconds after which a file that could not be read is tried again."""
+
+_Version = tuple[int, int, int, int] | None
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,7 @@ class Keyring:
         self._seen = self._version()
         self._file = self._read()
         self._problem: str | None = None
+        self._again_at = 0.0
 
     def caller(self, given: str) -> Caller:
         """Return the caller whose key a client gave. Raises AuthenticationError if the key is not good now."""
@@ -71,14 +77,15 @@ class Keyring:
 
     def _refresh(self) -> None:
         version = self._version()
-        if version == self._seen:
+        if version == self._seen and (self._problem is None or time.monotonic() < self._again_at):
             return
         self._seen = version
         try:
             self._file = self._read()
         except ConfigError as error:
-            self._problem = error.message
-            log.error("the API keys stay as they were: %s", error.message)
+            if error.message != self._problem:
+                log.error("the API keys stay as they were: %s", error.message)
+            self._problem, self._again_at = error.message, time.monotonic() + _AGAIN_S
         else:
             self._problem = None
             log.info("read %d API keys", len(self._file.keys))
@@ -103,7 +110,7 @@ class Keyring:
             found = os.stat(self._path)
         except OSError:
             return None
-        return found.st_ino, found.st_size, found.st_mtime_ns
+        return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def check_key_file(path: Path, tiers: Mapping[str, TierConfig], *, has_usage_log: bool = False) -> None:

@@ -6,7 +6,7 @@
 
 What was computed stays charged, also if the client leaves before it gets a token. What the cluster failed to answer is free.
 The buckets are the cluster's. While their keeper is away each router counts by itself: a limit then holds per router, which is
-better than none and than no service.
+better than none and than no service. What is given back goes to where it was charged, to the keeper a moment after it is back.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ class Charged:
     """Charged before, when the body came. They are not given back."""
     tokens: int
     """Charged besides."""
+    by_router: bool = False
+    """Whether this router's own buckets were charged."""
     is_settled: bool = False
 
 
@@ -88,7 +90,7 @@ class Meter:
         charged = Charged(caller, prepaid_tokens, max(0, most_tokens - prepaid_tokens))
         charging = asyncio.ensure_future(self._charge(_charges(caller, 0, charged.tokens)))
         try:
-            await asyncio.shield(charging)
+            charged.by_router = await asyncio.shield(charging)
         except asyncio.CancelledError:
             self._later(self._undone(charging, charged))
             raise
@@ -104,7 +106,7 @@ class Meter:
         charged.is_settled = True
         unused = charged.tokens - max(0, used_tokens - charged.prepaid_tokens)
         if charges := _charges(charged.caller, 0, -unused):
-            self._later(self._take(charges))
+            self._later(self._give_back(charges, by_router=charged.by_router))
 
     async def metered(self, charge: Charging, usage: Usage, answer: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
         """Yield the pieces of `answer`, once it was charged. Raises what `charge` raises.
@@ -126,15 +128,24 @@ class Meter:
             if charged is not None:
                 self.settle(charged, 0 if failed else usage.num_tokens)
 
-    async def _charge(self, charges: Sequence[Charge]) -> None:
-        wait_s = await self._take(charges) if charges else 0.0
+    async def _charge(self, charges: Sequence[Charge]) -> bool:
+        """Return whether this router's own buckets were charged."""
+        wait_s, by_router = await self._take(charges) if charges else (0.0, False)
         if wait_s > 0:
             raise RateLimitError("the requests or tokens of this minute are used up", retry_after_s=wait_s)
+        return by_router
 
-    async def _undone(self, charging: asyncio.Future[None], charged: Charged) -> None:
+    async def _give_back(self, charges: Sequence[Charge], *, by_router: bool) -> None:
+        if by_router:
+            self._own.take(charges, time.monotonic())
+            return
+        await asyncio.sleep(max(0.0, self._ask_again_at - time.monotonic()))
+        await self._take(charges)
+
+    async def _undone(self, charging: asyncio.Future[bool], charged: Charged) -> None:
         """Give all back of a charge that nobody waits for any more, if it comes about."""
         with contextlib.suppress(TandemError):
-            await charging
+            charged.by_router = await charging
             self.settle(charged, 0)
 
     def _later(self, work: Coroutine[Any, Any, object]) -> None:
@@ -142,16 +153,17 @@ class Meter:
         self._returns.add(task)
         task.add_done_callback(self._returns.discard)
 
-    async def _take(self, charges: Sequence[Charge]) -> float:
+    async def _take(self, charges: Sequence[Charge]) -> tuple[float, bool]:
+        """Seconds until the charges are possible, 0 if they were taken, and whether this router's own buckets took them."""
         now = time.monotonic()
         if self._store is not None and now >= self._ask_again_at:
             try:
                 async with asyncio.timeout(PATIENCE_S):
-                    return await self._store.take(charges)
+                    return await self._store.take(charges), False
             except Exception as error:  # noqa: BLE001 (whatever ails it, serving goes on without it)
                 self._ask_again_at = now + _PAUSE_S
                 log.warning("each router keeps to the rate limits by itself: their keeper is away (%s)", type(error).__name__)
-        return self._own.take(charges, now)
+        return self._own.take(charges, now), True
 
 
 def _check_possible(caller: Caller, num_tokens: int, what: str, param: str | None) -> None:

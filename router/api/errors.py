@@ -25,7 +25,7 @@ from router.api.shapes import Json
 log = logging.getLogger(__name__)
 
 _DEFAULT_RETRY_S = 1.0
-_CLIENT_WENT_AWAY = 499
+CLIENT_WENT_AWAY = 499
 """nginx's status for it; nobody is there to read it."""
 
 
@@ -93,7 +93,7 @@ def install_error_handlers(app: FastAPI) -> None:
 
     async def on_disconnect(request: Request, error: Exception) -> Response:
         log.info("a client went away while it sent its request")
-        return Response(status_code=_CLIENT_WENT_AWAY)
+        return Response(status_code=CLIENT_WENT_AWAY)
 
     app.add_exception_handler(TandemError, on_tandem_error)
     app.add_exception_handler(HTTPException, on_http_exception)

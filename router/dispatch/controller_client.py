@@ -133,6 +133,9 @@ class ControllerOrders:
                 return await order
         except TandemError:
             raise
+        except TimeoutError:
+            problem = f"the controller did not answer within {_ORDER_DEADLINE_S:g} s, and may still obey: see `tandem status`"
+            raise UnavailableError(problem) from None
         except Exception as error:
             log.exception("the controller did not obey")
             raise UnavailableError(f"the controller is away ({type(error).__name__}); nothing was changed") from None

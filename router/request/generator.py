@@ -114,8 +114,8 @@ class Generator:
                     if delta.finish_reason is not None and all(each.finish is not None for each in times):
                         error = None
                     yield delta
-        except TandemError as failure:
-            error = failure.code
+        except Exception as failure:
+            error = failure.code if isinstance(failure, TandemError) else "internal_error"
             raise
         finally:
             now = time.monotonic()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -70,3 +71,24 @@ def test_what_is_no_file_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
 
 def test_long_values_are_cut() -> None:
     assert len(str(audit_line("refused", path="x" * 10_000)["path"])) == 200
+
+
+def test_a_full_disk_leaves_no_half_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, room = tmp_path / "audit.jsonl", 100
+    file = AuditFile(path)
+    file.append([audit_line("first")])
+    write = os.write
+
+    def full(descriptor: int, data: bytes) -> int:
+        left = room - os.fstat(descriptor).st_size
+        if left <= 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, data[:left])
+
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(os, "write", full)
+        for _ in range(3):
+            with pytest.raises(ConfigError, match="No space left"):
+                file.append([audit_line("second"), audit_line("third")])
+    file.append([audit_line("second"), audit_line("third")])
+    assert [json.loads(line)["event"] for line in path.read_text().splitlines()] == ["first", "second", "third"]

@@ -13,6 +13,7 @@ from cluster.commands.lib.key_file import add_key, revoke_key
 from cluster.commands.lib.tables import print_status
 from configs.schema import HttpConfig, TierConfig
 from protocol.errors import AuthenticationError, ConfigError
+from router.access import keyring
 from router.access.keyring import Keyring, check_key_file
 
 Run = Callable[..., None]
@@ -43,33 +44,33 @@ def path(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
 def test_one_bad_entry_keeps_no_revocation_from_taking_effect(path: Path, wrong: Any) -> None:
     kept, leaked = (add_key(path, {"tenant": "a"}) for _ in range(2))
-    keyring = Keyring(path, TIERS)
-    assert keyring.caller(leaked).tenant == "a"
+    ring = Keyring(path, TIERS)
+    assert ring.caller(leaked).tenant == "a"
     edit(path, bad=wrong)
-    assert keyring.caller(leaked).tenant == "a"
+    assert ring.caller(leaked).tenant == "a"
     revoke_key(path, key_id_of(leaked))
     with pytest.raises(AuthenticationError, match="was revoked"):
-        keyring.caller(leaked)
-    assert keyring.caller(kept).tenant == "a"
+        ring.caller(leaked)
+    assert ring.caller(kept).tenant == "a"
     later = add_key(path, {"tenant": "b"})
-    assert keyring.caller(later).tenant == "b"
+    assert ring.caller(later).tenant == "b"
     assert json.loads(path.read_text())["keys"]["bad"] == wrong, "edits of others leave it as it is"
-    assert list(keyring.state().skipped) == ["bad"]
-    assert keyring.state().num_keys == 3
+    assert list(ring.state().skipped) == ["bad"]
+    assert ring.state().num_keys == 3
 
 
 def test_a_key_whose_own_entry_went_bad_is_refused(path: Path) -> None:
     given, other = (add_key(path, {"tenant": "a"}) for _ in range(2))
-    keyring = Keyring(path, TIERS)
+    ring = Keyring(path, TIERS)
     entry = json.loads(path.read_text())["keys"][key_id_of(given)]
     for change in ({"revoked": "yes"}, {"tier": "gold"}, {"later_field": 1}):
         edit(path, **{key_id_of(given): entry | change})
         with pytest.raises(AuthenticationError, match="not known"):
-            keyring.caller(given)
-        assert keyring.caller(other).tenant == "a"
+            ring.caller(given)
+        assert ring.caller(other).tenant == "a"
         revoke_key(path, key_id_of(given)) if "revoked" not in change else None
     edit(path, **{key_id_of(given): entry})
-    assert keyring.caller(given).tenant == "a", "mended"
+    assert ring.caller(given).tenant == "a", "mended"
 
 
 def test_the_start_names_the_entry_that_is_wrong(path: Path) -> None:
@@ -110,3 +111,38 @@ def test_metrics_and_status_tell_operators(
     assert "API key bad is refused: salt: Field required" in said
     assert "API keys stay as they were: " in said
     assert key.split("-", 2)[2] not in said + caplog.text
+
+
+def unreadable(path: Path) -> None:
+    raise ConfigError(f"{path}: Permission denied", param="http.keys_file")
+
+
+def test_a_file_that_gets_another_owner_is_read_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root replaces the file, and gives it away in a second step."""
+    given = add_key(path, {"tenant": "a"})
+    now = Keyring(path, TIERS)
+    revoke_key(path, key_id_of(given))
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(keyring, "read_key_file", unreadable)
+        assert now.caller(given).tenant == "a"
+    path.chmod(0o640)
+    with pytest.raises(AuthenticationError, match="was revoked"):
+        now.caller(given)
+    assert now.state().problem is None
+
+
+def test_a_file_that_could_not_be_read_is_tried_again(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The router had no file descriptor left, say."""
+    given = add_key(path, {"tenant": "a"})
+    now = Keyring(path, TIERS)
+    revoke_key(path, key_id_of(given))
+    monkeypatch.setattr(keyring, "_AGAIN_S", 0.0)
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(keyring, "read_key_file", unreadable)
+        for _ in range(5):
+            assert now.caller(given).tenant == "a"
+    with pytest.raises(AuthenticationError, match="was revoked"):
+        now.caller(given)
+    assert caplog.text.count("stay as they were") == 1

@@ -15,7 +15,7 @@ import pytest
 from cluster.commands.lib.key_file import add_key
 from configs.schema import HttpConfig
 from router.access import audit_trail
-from router.access.audit_trail import MAX_QUEUED, REFUSALS_AT_ONCE, AuditQueue
+from router.access.audit_trail import MAX_QUEUED, REFUSALS_AT_ONCE, AuditQueue, AuditTrail, note_action
 from router.app import create_app
 from telemetry.audit_file import Line, audit_line
 
@@ -185,5 +185,57 @@ def test_lines_wait_for_the_owner_of_the_log_up_to_a_bound() -> None:
         await queue.close()
         assert [line["decode"] for line in store.lines[:-1]] == list(range(MAX_QUEUED)), "in order, each once"
         assert (store.lines[-1]["event"], store.lines[-1]["count"]) == ("left_out", 5)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("error", "status"), [(asyncio.CancelledError(), 499), (ValueError("a defect"), 500)])
+def test_what_was_ordered_is_noted_also_if_nobody_gets_an_answer(error: BaseException, status: int) -> None:
+    """Serve cancels a request whose client has gone, and what it has ordered is done all the same."""
+
+    async def ordered(scope: Any, receive: Any, send: Any) -> None:
+        note_action(scope, "scale", decode=1)
+        raise error
+
+    async def unordered(scope: Any, receive: Any, send: Any) -> None:
+        raise error
+
+    async def main() -> list[dict[str, Any]]:
+        store = Written()
+        queue = AuditQueue(store)
+        queue.start()
+        for app in (ordered, unordered):
+            state = {"request_id": "r"}
+            scope = {"type": "http", "method": "POST", "path": "/admin/scale", "client": ("192.0.2.7", 1), "state": state}
+            with pytest.raises(type(error)):
+                await AuditTrail(app, queue, lambda _: None)(scope, None, None)  # type: ignore[arg-type]
+        await queue.close()
+        return store.lines
+
+    [line] = asyncio.run(main())
+    assert (line["event"], line["decode"], line["status"]) == ("scale", 1, status)
+
+
+def test_an_owner_that_never_answers_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit_trail, "_APPEND_S", 0.02)
+
+    class Stuck(Written):
+        stuck = True
+
+        async def append(self, lines: Sequence[Line]) -> None:
+            if self.stuck:
+                self.stuck = False
+                await asyncio.Event().wait()
+            await super().append(lines)
+
+    async def main() -> None:
+        store = Stuck()
+        queue = AuditQueue(store)
+        queue.start()
+        queue.done(audit_line("scale", decode=1))
+        async with asyncio.timeout(5):
+            while not store.lines:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await queue.close()
 
     asyncio.run(main())

@@ -14,6 +14,7 @@ import pytest
 from cluster.commands.lib.key_file import add_key
 from configs.schema import HttpConfig, TierConfig
 from protocol.errors import InvalidRequestError, OverloadedError, PoisonError, ProtocolError, RateLimitError, UnavailableError
+from router.access import meter as meter_module
 from router.access.callers import Caller, anonymous
 from router.access.keyring import Keyring
 from router.access.meter import Meter
@@ -274,3 +275,24 @@ def test_over_http_it_is_429_with_the_time_to_come_back(run_cluster: Run, tmp_pa
         )
 
     run_cluster(test, http=HttpConfig(keys_file=str(path)).model_dump(), store=Keeper())
+
+
+def test_what_is_given_back_goes_to_where_it_was_charged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The keeper is away for a moment, and what it had charged is not lost in this router's own bucket, nor the reverse."""
+    monkeypatch.setattr(meter_module, "_PAUSE_S", 0.05)
+
+    async def main() -> None:
+        keeper = Keeper()
+        meter = Meter(keeper)
+        who = caller(tmp_path / "k", tokens_per_minute=1000)
+        at_keeper = await meter.charge_answer(who, 900, 0)
+        keeper.away = True
+        at_router = await meter.charge_answer(who, 700, 0)
+        keeper.away = False
+        meter.settle(at_router, 20)
+        meter.settle(at_keeper, 20)
+        await meter.close()
+        assert left(keeper, who, 1000) == 980
+        assert meter._own.take([Charge(f"{who.key_id}/tokens", 1000, 970)], time.monotonic()) == 0, "it has 980, too"
+
+    asyncio.run(main())
