@@ -26,7 +26,7 @@ from protocol.cluster_view import (
     RolloutState,
     WorkerState,
 )
-from protocol.errors import ConfigError, InvalidRequestError
+from protocol.errors import ConfigError, InvalidRequestError, UnavailableError
 from protocol.messages import Role, WorkerLife, WorkerRef
 from router.rules.rollout.duration_bins import binned
 from tests.unit.cluster.test_supervisor import ScriptedLauncher, ScriptedProcess, ScriptedRecords, seen
@@ -87,6 +87,7 @@ class Rig:
 def settings(cores: int, prefill: int = 1, decode: int = 2, start_s: float = 120.0) -> ClusterConfig:
     resources = {"CPU": 1.0} if cores else {}
     return ClusterConfig(
+        disaggregation="auto" if prefill else "never",
         prefill=PrefillConfig(workers=prefill, resources=resources),
         decode=DecodeConfig(workers=decode, resources=resources),
         limits=LimitsConfig(drain_s=5, worker_start_s=start_s),
@@ -114,14 +115,15 @@ def rig(supervisor: Supervisor, launcher: IdleLauncher, config: ClusterConfig, c
 def rolled(
     scenario: Callable[[Rig], Coroutine[Any, Any, None]],
     cores: int = 0,
+    prefill: int = 1,
     decode: int = 2,
     start_s: float = 120.0,
     **around: Any,
 ) -> None:
-    """Run a scenario on a cluster of one prefill worker and some decode workers, all ready."""
+    """Run a scenario on a cluster of one prefill worker and some decode workers, all ready. Without prefill it is colocated."""
 
     async def run() -> None:
-        launcher, config = IdleLauncher(), settings(cores, decode=decode, start_s=start_s)
+        launcher, config = IdleLauncher(), settings(cores, prefill, decode, start_s)
         supervisor = Supervisor(config, launcher, ScriptedRecords())
         all_of_it = rig(supervisor, launcher, config, cores, **around)
         async with asyncio.timeout(30):
@@ -410,6 +412,28 @@ def test_when_no_former_worker_is_left_there_is_nothing_to_abort_and_nothing_to_
         assert revisions(view) == [2, 2]
 
     rolled(scenario, start_s=1.0)
+
+
+def test_a_new_worker_that_is_lost_right_after_the_last_former_one_has_gone_does_not_hold_the_rollout_up() -> None:
+    """Without room beside, the last former worker goes first. The new one dies for good before its successor is wanted."""
+
+    async def scenario(all_of_it: Rig) -> None:
+        all_of_it.rollouts.begin(ORDER)
+        await all_of_it.phase(RolloutPhase.CANARY)
+        all_of_it.observe(current=counts(0.2), new=counts(0.2))
+        await all_of_it.until(lambda view: all_of_it.supervisor.pools.numbers()[0][Role.DECODE].wanted == 0)
+
+        async def fails(ref: WorkerRef) -> None:
+            raise UnavailableError("its GPU is gone")
+
+        all_of_it.launcher.on_start = fails
+        for process in all_of_it.launcher.new_lives():
+            process.die()
+        view = await all_of_it.phase(RolloutPhase.DONE)
+        assert view.wanted[Role.DECODE] == 2
+        all_of_it.rollouts.check_none()
+
+    rolled(scenario, cores=2, prefill=0, start_s=0.3)
 
 
 def test_an_operator_does_not_wait_for_a_model_that_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
