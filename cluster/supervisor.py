@@ -151,8 +151,9 @@ class Supervisor:
 
     def arrange(self, change: Callable[[Pools], list[Action]], rollout: RolloutState) -> None:
         """Change the revisions of workers, and have the view say from now on how their rollout goes."""
+        actions = change(self._pools)
         self.rollout = rollout
-        self._obey(change(self._pools))
+        self._obey(actions)
 
     @property
     def pools(self) -> Pools:
