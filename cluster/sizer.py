@@ -219,6 +219,18 @@ def _fitting(
     return fitting, problem
 
 
+def known_step_times(config: ClusterConfig) -> StepTimes | None:
+    """What steps take, or None if nobody knows: because it was not measured, or because the model is gone by now.
+
+    Reads files.
+    """
+    try:
+        return step_times(config)
+    except Exception as error:  # noqa: BLE001 (whatever ails the files: the autoscaler learns from what it sees)
+        log.warning("nobody knows what steps take: %r", error)
+        return None
+
+
 def step_times(config: ClusterConfig) -> StepTimes | None:
     """What steps take: by the profile of paced workers, or as measured on this machine; None if it was not.
 
