@@ -300,9 +300,12 @@ class Pools:
 
     @property
     def both_likely(self) -> int:
-        """Number of workers that do so and take requests, or will soon. One whose starts fail does not count."""
-        infos = self._pools[Role.DECODE].workers()
-        return sum(info.both and (info.state is WorkerState.READY or not info.quick_ends) for info in infos)
+        """Number of workers that do so and take requests, or will soon. One that drains does not count, nor one whose starts
+        fail.
+        """
+        both = [info for info in self._pools[Role.DECODE].workers() if info.both]
+        starting = [info for info in both if info.state is WorkerState.STARTING and not info.quick_ends]
+        return len(starting) + sum(info.state is WorkerState.READY for info in both)
 
     def tell(self, worker_id: str, event: Callable[[Pool], list[Action]]) -> list[Action]:
         """Tell the pool that a worker is in now what has become of it. Of a worker in none, nobody wants to hear."""

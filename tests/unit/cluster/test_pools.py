@@ -435,11 +435,26 @@ def test_one_that_does_both_is_likely_to_serve_unless_its_starts_fail() -> None:
     likely.append(pools.both_likely)
     die(pools, "worker-1")
     likely.append(pools.both_likely)
-    assert likely == [1, 1, 1], "it is about to come back"
+    assert likely == [1, 0, 1], "it serves nobody while it drains, and is about to when it starts"
     die(pools, "worker-1")
     assert pools.both_likely == 0
     ready(pools, "worker-1", 3)
     assert pools.both_likely == 1
+
+
+@pytest.mark.parametrize("end", ["drained", "scaled"])
+def test_one_that_did_both_and_will_not_come_back_keeps_nobody_from_waking_prefill(end: str) -> None:
+    pools = sized("0..2", "0..4", disaggregation="always")
+    for action in pools.scale({Role.DECODE: 2}, anything_fits):
+        ready(pools, action.worker_id)
+    pools.flip("worker-1", Duty.BOTH)
+    pools.scale({Role.PREFILL: 0}, anything_fits)
+    assert pools.both_likely == 1
+    if end == "drained":
+        pools.drain("worker-1", restart=False)
+    else:
+        pools.scale({Role.DECODE: 0}, anything_fits)
+    assert (pools.both_ready, pools.both_likely) == (0, 0)
 
 
 def nothing_fits(wanted: Mapping[Role, int], asked: Collection[Role]) -> None:
@@ -504,6 +519,8 @@ def check_covered(pools: Pools) -> None:
     assert Role.PREFILL in served or not pools.both_wanted or Role.DECODE not in served
     assert len(infos) == len({each.worker_id for each in infos})
     assert all(each.role is Role.DECODE for each in infos if each.both)
+    steady = [each for each in infos if each.both and each.state is not WorkerState.DRAINING]
+    assert pools.both_ready <= pools.both_likely <= len(steady), "whoever drains takes nothing"
 
 
 def served_by(infos: Iterable[WorkerInfo]) -> set[Role]:
