@@ -137,8 +137,9 @@ class Pools:
     def scale(self, sizes: Mapping[Role, int], check_room: CheckRoom) -> list[Action]:
         """Want this many workers of these roles. Where one gives up what the other takes, workers go over.
 
-        Raises InvalidRequestError for a role that the cluster lacks, for fewer or more than are allowed, and what `check_room`
-        raises; then nothing has changed.
+        Where there is no room for as many on standby as there should be, those that go over from there are not replaced
+        (`fill_standby`). Raises InvalidRequestError for a role that the cluster lacks, for fewer or more than are allowed, and
+        what `check_room` raises; then nothing has changed.
         """
         present = self.wanted()
         both = self._both_with(sizes.get(Role.DECODE, present[Role.DECODE]))
@@ -153,18 +154,36 @@ class Pools:
         prefill = {**present, **sizes}.get(Role.PREFILL, 1)
         if not both and not prefill and self._config.autoscale.least(Role.PREFILL.value):
             raise InvalidRequestError("nobody would be left who computes prompts: want a prefill worker, too", param="decode")
-        if any(workers > present[role] for role, workers in sizes.items()):
-            check_room(self.with_standby({**present, **sizes}), tuple(sizes))
+        fills = self._has_room({**present, **sizes}, sizes, check_room)
         actions = self._flips_towards({**present, **sizes})
         actions += self._from_standby(sizes) + self._to_standby(sizes)
         for role, workers in sizes.items():
             actions += self._pools[role].scale(workers)
-        return actions + self._standby.scale(self._config.autoscale.standby) + self._hand_on_both()
+        standby = self._config.autoscale.standby
+        return actions + self._standby.scale(standby if fills else min(standby, self._standby.desired)) + self._hand_on_both()
+
+    def fill_standby(self, check_room: CheckRoom) -> list[Action]:
+        """Begin the workers that are missing on standby, as far as there is room for them."""
+        actions: list[Action] = []
+        while self._standby.desired < self._config.autoscale.standby:
+            placed, wanted = self._placed(), _with(self.wanted(), self._standby.desired)
+            sizes = {role: max(placed[role], wanted[role]) for role in self.roles}
+            try:
+                check_room(_with(sizes, 1), (Role.DECODE,))
+            except InvalidRequestError:
+                break
+            actions += self._standby.scale(self._standby.desired + 1)
+        return actions
 
     def with_standby(self, sizes: Mapping[Role, int]) -> dict[Role, int]:
         """Sizes as they count for the room that they take."""
-        standby = self._config.autoscale.standby
-        return {role: workers + (standby if role is Role.DECODE else 0) for role, workers in sizes.items()}
+        return _with(sizes, self._config.autoscale.standby)
+
+    def with_few_on_standby(self, sizes: Mapping[Role, int]) -> dict[Role, int]:
+        """The same where nobody takes the place of those that go over from standby."""
+        present = self.wanted()
+        more = sum(max(0, workers - present[role]) for role, workers in sizes.items()) - self._flips({**present, **sizes})[0]
+        return _with(sizes, self._standby.desired - min(more, self._standby.num_ready))
 
     def drain(self, worker_id: str, *, restart: bool) -> list[Action]:
         """Let a worker go, or start anew, when it has given its work away.
@@ -203,8 +222,7 @@ class Pools:
         """As many as there is room for, and why there is none for the next one."""
         actions: list[Action] = []
         while pool.num_missing:
-            sizes = {role: sum(each.num_placed for each in self._serving() if each.role is role) for role in self.roles}
-            sizes[Role.DECODE] += self._standby.num_placed
+            sizes = self._placed()
             try:
                 check_room({**sizes, pool.role: sizes[pool.role] + 1}, (pool.role,))
             except InvalidRequestError as error:
@@ -312,15 +330,43 @@ class Pools:
         pool = self._find(worker_id)
         return [] if pool is None else event(pool) + self._hand_on_both()
 
+    def _has_room(self, wanted: Mapping[Role, int], asked: Collection[Role], check_room: CheckRoom) -> bool:
+        """Whether there is room for these sizes and all that should be on standby.
+
+        Raises what `check_room` raises if there is none even for the sizes alone, and they are larger than the present ones.
+        """
+        present = self.wanted()
+        grows = any(wanted[role] > present[role] for role in wanted)
+        if not grows and self._standby.desired >= self._config.autoscale.standby:
+            return True
+        try:
+            check_room(self.with_standby(wanted), tuple(asked) or (Role.DECODE,))
+        except InvalidRequestError:
+            if grows:
+                check_room(self.with_few_on_standby(wanted), tuple(asked))
+            return False
+        return True
+
+    def _placed(self) -> dict[Role, int]:
+        """How many workers there are on nodes that stay, those that drain there among them."""
+        sizes = {role: sum(each.num_placed for each in self._serving() if each.role is role) for role in self.roles}
+        return _with(sizes, self._standby.num_placed)
+
+    def _flips(self, wanted: Mapping[Role, int]) -> tuple[int, Role, Role]:
+        """How many workers may go over for these sizes, from which role, and to which."""
+        if self.why_not_alike() is not None:
+            return 0, Role.DECODE, Role.DECODE
+        surplus = {role: self._pools[role].desired - wanted[role] for role in self.roles}
+        giving, taking = sorted(self.roles, key=lambda role: -surplus[role])
+        return max(0, min(surplus[giving] - self._pools[giving].num_unready, -surplus[taking])), giving, taking
+
     def _flips_towards(self, wanted: Mapping[Role, int]) -> list[Action]:
+        number, giving, taking = self._flips(wanted)
         actions: list[Action] = []
-        if self.why_not_alike() is None:
-            surplus = {role: self._pools[role].desired - wanted[role] for role in self.roles}
-            giving, taking = sorted(self.roles, key=lambda role: -surplus[role])
-            for _ in range(min(surplus[giving] - self._pools[giving].num_unready, -surplus[taking])):
-                worker_id = self._pools[giving].spare()
-                if worker_id is not None:
-                    actions += self._hand_over(worker_id, self._pools[giving], self._pools[taking])
+        for _ in range(number):
+            worker_id = self._pools[giving].spare()
+            if worker_id is not None:
+                actions += self._hand_over(worker_id, self._pools[giving], self._pools[taking])
         return actions
 
     def _hand_over(self, worker_id: str, giving: Pool, taking: Pool, *, both: bool = False) -> list[Action]:
@@ -406,6 +452,11 @@ class Pools:
         if pool is None:
             raise InvalidRequestError(f"there is no worker {worker_id!r:.100}; `tandem status` lists them", param="worker")
         return pool
+
+
+def _with(sizes: Mapping[Role, int], standby: int) -> dict[Role, int]:
+    """Sizes with so many on standby among the decode workers."""
+    return {role: workers + (standby if role is Role.DECODE else 0) for role, workers in sizes.items()}
 
 
 def _numbers(pools: Mapping[Role, Pool], roles: Collection[Role]) -> dict[Role, Numbers]:

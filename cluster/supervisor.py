@@ -173,6 +173,11 @@ class Supervisor:
         """Whether workers can change their role."""
         return self._pools.why_not_alike() is None
 
+    def fill_standby(self, check_room: CheckRoom) -> None:
+        """Begin the workers that are missing on standby, as far as there is room for them; returns at once."""
+        if actions := self._pools.fill_standby(check_room):
+            self._obey(actions)
+
     def with_standby(self, sizes: Mapping[Role, int]) -> Mapping[Role, int]:
         """Return sizes as they count for the room that they take."""
         return self._pools.with_standby(sizes)

@@ -168,6 +168,78 @@ def test_standbys_count_for_the_room() -> None:
     assert asked == [{Role.PREFILL: 1, Role.DECODE: 4}]
 
 
+def test_a_standby_goes_over_where_there_is_no_room_for_another_one_and_is_replaced_when_there_is() -> None:
+    pools = sized("0..2", "0..3", standby=1)
+    pools.scale({Role.PREFILL: 0, Role.DECODE: 0}, anything_fits)
+    for worker_id in ("worker-0", "worker-1"):
+        pools.tell(worker_id, partial(Pool.drained, worker_id=worker_id, epoch=1))
+    assert pools.scale({Role.DECODE: 1}, for_at_most(1)) == [TakeRole("worker-2", 1, Duty.DECODE)]
+    assert pools.fill_standby(for_at_most(1)) == []
+    with pytest.raises(InvalidRequestError, match="at most 1"):
+        pools.scale({Role.DECODE: 2}, for_at_most(1))
+    assert [type(action) for action in pools.scale({Role.DECODE: 2}, for_at_most(2))] == [Start], "it comes before a standby"
+    assert pools.fill_standby(for_at_most(2)) == []
+    assert pools.fill_standby(for_at_most(4)) == [Start("worker-1", 2, 0.0)]
+    assert pools.fill_standby(for_at_most(4)) == []
+
+
+def test_where_no_standby_has_room_one_that_is_not_wanted_any_more_goes_there() -> None:
+    pools = sized("0..2", "0..3", standby=1)
+    pools.scale({Role.PREFILL: 0, Role.DECODE: 3}, for_at_most(3))
+    assert pools.scale({}, for_at_most(3)) == []
+    (over,) = pools.scale({Role.DECODE: 2}, for_at_most(3))
+    assert states(pools)[over.worker_id] == (Role.DECODE, WorkerState.STANDBY)
+
+
+SIZED_MOVES = st.sampled_from(["scale", "scale", "die", "born", "born", "drained", "fill", "again"])
+
+
+@settings(max_examples=500)
+@given(
+    st.integers(1, 3),
+    st.integers(0, 3),
+    st.lists(st.tuples(SIZED_MOVES, st.integers(0, 6), st.integers(0, 3), st.integers(0, 3)), max_size=30),
+)
+def test_whatever_is_asked_nobody_has_no_room_and_standbys_that_are_ready_are_used(
+    standby: int, spare: int, moves: list[tuple[str, int, int, int]]
+) -> None:
+    """The wanted workers and those on standby find room. Sizes are refused only where these, and starting standbys, do not."""
+    pools, places = sized("0..3", "0..3", standby=standby), 2 + standby + spare
+    if not spare:
+        places -= 1
+        pools.scale({Role.DECODE: 0}, for_at_most(places))
+    for move, index, prefill, decode in moves:
+        infos = pools.workers()
+        info = infos[index % len(infos)] if infos else None
+        sizes = {Role.PREFILL: prefill, Role.DECODE: decode}
+        match move:
+            case "scale" if prefill + decode + late_standbys(pools) <= places:
+                pools.scale(sizes, for_at_most(places))
+                assert pools.wanted() == sizes
+            case "scale":
+                with contextlib.suppress(InvalidRequestError):
+                    pools.scale(sizes, for_at_most(places))
+            case "die" if info is not None:
+                die(pools, info.worker_id)
+            case "born" if info is not None:
+                ready(pools, info.worker_id, info.epoch)
+            case "drained" if info is not None:
+                pools.tell(info.worker_id, partial(Pool.drained, worker_id=info.worker_id, epoch=info.epoch))
+            case "fill":
+                pools.fill_standby(for_at_most(places))
+                staying = [each for each in pools.workers() if each.state is not WorkerState.DRAINING]
+                assert pools.standby_record().desired == standby or len(pools.workers()) >= places
+                assert len(staying) <= places
+            case "again":
+                pools = Pools(pools.config, pools.records(), pools.standby_record(), pools.epochs)
+        assert sum(pools.wanted().values()) + pools.standby_record().desired <= places
+        assert pools.standby_record().desired <= standby
+
+
+def late_standbys(pools: Pools) -> int:
+    return sum(info.standby and info.state is not WorkerState.STANDBY for info in pools.workers())
+
+
 def for_at_most(workers: int) -> CheckRoom:
     """A check of the room that finds enough for so many workers."""
 
