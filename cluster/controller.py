@@ -4,12 +4,14 @@ One per Ray cluster, detached, without resources of its own, so that it outlives
 routers watch it, `tandem stop` and the end of `tandem serve` close it: its workers end with it, and it ends last.
 
 If its process dies, Ray starts it again, with the same handle, and it takes up its workers (cluster.supervisor). Who waits in
-`settle` or `watch` then waits for the next one; what is ordered meanwhile fails.
+`settle` or `watch` then waits for the next one; what is ordered meanwhile fails. One that can't be made ends its process, so
+that Ray tries once more.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, cast
@@ -21,7 +23,7 @@ from cluster.memory import WorkerMemory, role_memory
 from cluster.nodes.gcs import own_gcs
 from cluster.nodes.watch import NodeWatch
 from cluster.open_requests import OpenRequests
-from cluster.ray.actors import NAME_PREFIX, NAMESPACE, move_stream_keeper
+from cluster.ray.actors import NAME_PREFIX, NAMESPACE, made_until_it_works, move_stream_keeper
 from cluster.ray.errors import original
 from cluster.ray.front import counts_folder
 from cluster.ray.launcher import RayLauncher
@@ -29,7 +31,7 @@ from cluster.ray.paced.launcher import PacedLauncher
 from cluster.records import pool_records, scaler_records
 from cluster.rollout.driver import Rollouts, Surroundings
 from cluster.router_replicas import RouterReplicas
-from cluster.sizer import PoolSizer, step_times
+from cluster.sizer import PoolSizer, known_step_times
 from cluster.supervisor import Supervisor
 from configs.models import resolve_for
 from configs.schema import ClusterConfig
@@ -38,6 +40,8 @@ from protocol.errors import ConfigError, InvalidRequestError
 from protocol.messages import Duty, Role
 from telemetry.counts_folder import num_places
 from telemetry.logging import setup_logging
+
+log = logging.getLogger(__name__)
 
 CONTROLLER = NAME_PREFIX + "controller"
 
@@ -49,6 +53,12 @@ class Controller:
         self, config: ClusterConfig, secret: bytes, memory: Mapping[Role, WorkerMemory], may_grow: bool
     ) -> None:
         setup_logging("controller")
+        async with made_until_it_works():
+            await self._begin(config, secret, memory, may_grow=may_grow)
+
+    async def _begin(
+        self, config: ClusterConfig, secret: bytes, memory: Mapping[Role, WorkerMemory], *, may_grow: bool
+    ) -> None:
         self._launcher = _launcher(config, secret, memory, may_grow=may_grow)
         self._supervisor = Supervisor(config, self._launcher, pool_records())
         self._open_requests = OpenRequests(lambda: num_places(counts_folder()))
@@ -64,12 +74,12 @@ class Controller:
             self._nodes = NodeWatch(gcs.drained_nodes, self._launcher, self._supervisor, longest_s, move_stream_keeper)
             self._nodes.start()
         if (changed := self._supervisor.pools.config) is not config:
-            self._expect(await asyncio.to_thread(lambda: role_memory(changed, resolve_for(changed).facts)))
+            await self._expect_changed(changed)
         around = Surroundings(partial(self._launcher.room, grows=False), self._expect, self._launcher.memory)
         self._rollouts = Rollouts(self._supervisor, around, self._heed_rollout)
         self._sizer: PoolSizer | None = None
         if config.autoscale.wanted:
-            times = await asyncio.to_thread(step_times, config)
+            times = await asyncio.to_thread(known_step_times, config)
             self._sizer = PoolSizer(config, times, self._supervisor, self._launcher.room, scaler_records())
             await self._sizer.start()
         self._rollouts.resume()
@@ -161,6 +171,13 @@ class Controller:
     async def _heed_rollout(self) -> None:
         if self._sizer is not None:
             await self._sizer.heed_rollout(runs=self._rollouts.runs)
+
+    async def _expect_changed(self, changed: ClusterConfig) -> None:
+        """Count with what the workers of a configuration take that was rolled out. They run also where its model is gone."""
+        try:
+            self._expect(await asyncio.to_thread(lambda: role_memory(changed, resolve_for(changed).facts)))
+        except Exception as error:  # noqa: BLE001 (whatever ails the files)
+            log.warning("nobody knows what the workers take now, so as much as at the start is taken for it: %r", error)
 
     def _expect(self, memory: Mapping[Role, WorkerMemory]) -> None:
         self._launcher.memory = memory

@@ -137,8 +137,9 @@ class Pools:
     def scale(self, sizes: Mapping[Role, int], check_room: CheckRoom) -> list[Action]:
         """Want this many workers of these roles. Where one gives up what the other takes, workers go over.
 
-        Raises InvalidRequestError for a role that the cluster lacks, for fewer or more than are allowed, and what `check_room`
-        raises; then nothing has changed.
+        Where there is no room for as many on standby as there should be, those that go over from there are not replaced
+        (`fill_standby`). Raises InvalidRequestError for a role that the cluster lacks, for fewer or more than are allowed, and
+        what `check_room` raises; then nothing has changed.
         """
         present = self.wanted()
         both = self._both_with(sizes.get(Role.DECODE, present[Role.DECODE]))
@@ -153,18 +154,36 @@ class Pools:
         prefill = {**present, **sizes}.get(Role.PREFILL, 1)
         if not both and not prefill and self._config.autoscale.least(Role.PREFILL.value):
             raise InvalidRequestError("nobody would be left who computes prompts: want a prefill worker, too", param="decode")
-        if any(workers > present[role] for role, workers in sizes.items()):
-            check_room(self.with_standby({**present, **sizes}), tuple(sizes))
+        fills = self._has_room({**present, **sizes}, sizes, check_room)
         actions = self._flips_towards({**present, **sizes})
         actions += self._from_standby(sizes) + self._to_standby(sizes)
         for role, workers in sizes.items():
             actions += self._pools[role].scale(workers)
-        return actions + self._standby.scale(self._config.autoscale.standby) + self._hand_on_both()
+        standby = self._config.autoscale.standby
+        return actions + self._standby.scale(standby if fills else min(standby, self._standby.desired)) + self._hand_on_both()
+
+    def fill_standby(self, check_room: CheckRoom) -> list[Action]:
+        """Begin the workers that are missing on standby, as far as there is room for them."""
+        actions: list[Action] = []
+        while self._standby.desired < self._config.autoscale.standby:
+            placed, wanted = self._placed(), _with(self.wanted(), self._standby.desired)
+            sizes = {role: max(placed[role], wanted[role]) for role in self.roles}
+            try:
+                check_room(_with(sizes, 1), (Role.DECODE,))
+            except InvalidRequestError:
+                break
+            actions += self._standby.scale(self._standby.desired + 1)
+        return actions
 
     def with_standby(self, sizes: Mapping[Role, int]) -> dict[Role, int]:
         """Sizes as they count for the room that they take."""
-        standby = self._config.autoscale.standby
-        return {role: workers + (standby if role is Role.DECODE else 0) for role, workers in sizes.items()}
+        return _with(sizes, self._config.autoscale.standby)
+
+    def with_few_on_standby(self, sizes: Mapping[Role, int]) -> dict[Role, int]:
+        """The same where nobody takes the place of those that go over from standby."""
+        present = self.wanted()
+        more = sum(max(0, workers - present[role]) for role, workers in sizes.items()) - self._flips({**present, **sizes})[0]
+        return _with(sizes, self._standby.desired - min(more, self._standby.num_ready))
 
     def drain(self, worker_id: str, *, restart: bool) -> list[Action]:
         """Let a worker go, or start anew, when it has given its work away.
@@ -178,10 +197,17 @@ class Pools:
             self._check_others_compute(worker_id)
         return pool.drain(worker_id, restart=restart) + self._hand_on_both()
 
-    def heed(self, told: Mapping[WorkerLife, Leaving], now: float, check_room: CheckRoom) -> list[Action]:
+    def heed(
+        self,
+        told: Mapping[WorkerLife, Leaving],
+        now: float,
+        check_room: CheckRoom,
+        check_growing: CheckRoom | None = None,
+    ) -> list[Action]:
         """Have these lives leave their nodes, which will go, and go on with those that do so already.
 
-        `now` is in seconds since 1970. Others begin in their place as far as `check_room` finds room for them.
+        `now` is in seconds since 1970. Others begin in their place as far as `check_room` finds room for them on the nodes that
+        stay. In the place of those that have left, they do as far as `check_growing` finds some, on nodes that may join.
         """
         actions: list[Action] = []
         for life, leaving in told.items():
@@ -189,7 +215,7 @@ class Pools:
             actions += [] if pool is None else pool.leave(*life, leaving)
         actions += self._hand_on_both()
         for pool in (*self._serving(), self._standby):
-            begun, no_room = self._begin_missing(pool, check_room)
+            begun, no_room = self._begin_missing(pool, check_room, check_growing or check_room)
             others = [each for each in self._serving() if each.role is pool.role and each.revision != pool.revision]
             actions += begun + pool.due(now, no_room, others_ready=sum(each.num_ready for each in others))
         return actions
@@ -199,14 +225,14 @@ class Pools:
         """Whether workers leave their nodes, or are missing because some have."""
         return any(pool.any_leaving for pool in (*self._serving(), self._standby))
 
-    def _begin_missing(self, pool: Pool, check_room: CheckRoom) -> tuple[list[Action], str | None]:
+    def _begin_missing(self, pool: Pool, check_room: CheckRoom, check_growing: CheckRoom) -> tuple[list[Action], str | None]:
         """As many as there is room for, and why there is none for the next one."""
         actions: list[Action] = []
         while pool.num_missing:
-            sizes = {role: sum(each.num_placed for each in self._serving() if each.role is role) for role in self.roles}
-            sizes[Role.DECODE] += self._standby.num_placed
+            sizes = self._placed()
+            check = check_growing if pool.num_missing > pool.num_leaving else check_room
             try:
-                check_room({**sizes, pool.role: sizes[pool.role] + 1}, (pool.role,))
+                check({**sizes, pool.role: sizes[pool.role] + 1}, (pool.role,))
             except InvalidRequestError as error:
                 return actions, error.message
             actions += pool.begin_missing()
@@ -300,24 +326,55 @@ class Pools:
 
     @property
     def both_likely(self) -> int:
-        """Number of workers that do so and take requests, or will soon. One whose starts fail does not count."""
-        infos = self._pools[Role.DECODE].workers()
-        return sum(info.both and (info.state is WorkerState.READY or not info.quick_ends) for info in infos)
+        """Number of workers that do so and take requests, or will soon. One that drains does not count, nor one whose starts
+        fail.
+        """
+        both = [info for info in self._pools[Role.DECODE].workers() if info.both]
+        starting = [info for info in both if info.state is WorkerState.STARTING and not info.quick_ends]
+        return len(starting) + sum(info.state is WorkerState.READY for info in both)
 
     def tell(self, worker_id: str, event: Callable[[Pool], list[Action]]) -> list[Action]:
         """Tell the pool that a worker is in now what has become of it. Of a worker in none, nobody wants to hear."""
         pool = self._find(worker_id)
         return [] if pool is None else event(pool) + self._hand_on_both()
 
+    def _has_room(self, wanted: Mapping[Role, int], asked: Collection[Role], check_room: CheckRoom) -> bool:
+        """Whether there is room for these sizes and all that should be on standby.
+
+        Raises what `check_room` raises if there is none even for the sizes alone, and they are larger than the present ones.
+        """
+        present = self.wanted()
+        grows = any(wanted[role] > present[role] for role in wanted)
+        if not grows and self._standby.desired >= self._config.autoscale.standby:
+            return True
+        try:
+            check_room(self.with_standby(wanted), tuple(asked) or (Role.DECODE,))
+        except InvalidRequestError:
+            if grows:
+                check_room(self.with_few_on_standby(wanted), tuple(asked))
+            return False
+        return True
+
+    def _placed(self) -> dict[Role, int]:
+        """How many workers there are on nodes that stay, those that drain there among them."""
+        sizes = {role: sum(each.num_placed for each in self._serving() if each.role is role) for role in self.roles}
+        return _with(sizes, self._standby.num_placed)
+
+    def _flips(self, wanted: Mapping[Role, int]) -> tuple[int, Role, Role]:
+        """How many workers may go over for these sizes, from which role, and to which."""
+        if self.why_not_alike() is not None:
+            return 0, Role.DECODE, Role.DECODE
+        surplus = {role: self._pools[role].desired - wanted[role] for role in self.roles}
+        giving, taking = sorted(self.roles, key=lambda role: -surplus[role])
+        return max(0, min(surplus[giving] - self._pools[giving].num_unready, -surplus[taking])), giving, taking
+
     def _flips_towards(self, wanted: Mapping[Role, int]) -> list[Action]:
+        number, giving, taking = self._flips(wanted)
         actions: list[Action] = []
-        if self.why_not_alike() is None:
-            surplus = {role: self._pools[role].desired - wanted[role] for role in self.roles}
-            giving, taking = sorted(self.roles, key=lambda role: -surplus[role])
-            for _ in range(min(surplus[giving] - self._pools[giving].num_unready, -surplus[taking])):
-                worker_id = self._pools[giving].spare()
-                if worker_id is not None:
-                    actions += self._hand_over(worker_id, self._pools[giving], self._pools[taking])
+        for _ in range(number):
+            worker_id = self._pools[giving].spare()
+            if worker_id is not None:
+                actions += self._hand_over(worker_id, self._pools[giving], self._pools[taking])
         return actions
 
     def _hand_over(self, worker_id: str, giving: Pool, taking: Pool, *, both: bool = False) -> list[Action]:
@@ -403,6 +460,11 @@ class Pools:
         if pool is None:
             raise InvalidRequestError(f"there is no worker {worker_id!r:.100}; `tandem status` lists them", param="worker")
         return pool
+
+
+def _with(sizes: Mapping[Role, int], standby: int) -> dict[Role, int]:
+    """Sizes with so many on standby among the decode workers."""
+    return {role: workers + (standby if role is Role.DECODE else 0) for role, workers in sizes.items()}
 
 
 def _numbers(pools: Mapping[Role, Pool], roles: Collection[Role]) -> dict[Role, Numbers]:

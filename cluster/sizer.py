@@ -153,6 +153,7 @@ class PoolSizer:
                     elif self._problem is not None and self._running().wake(self._present(), self._now()) is None:
                         self._problem = None
                         await self._changed()
+                    self._supervisor.fill_standby(room.check)
                 if time.monotonic() - saved_at > _SAVE_S:
                     saved_at = time.monotonic()
                     await self._save()
@@ -162,7 +163,7 @@ class PoolSizer:
     async def _do(self, decision: SizeDecision, room: Room) -> None:
         """Want what there is room for. What has no room is said once."""
         wanted = self._supervisor.wanted()
-        sizes, problem = _fitting(decision.sizes, wanted, room, self._supervisor.with_standby)
+        sizes, problem = _fitting(decision.sizes, wanted, room, self._supervisor.pools.with_few_on_standby)
         if sizes != wanted:
             try:
                 self._supervisor.scale(sizes, room.check)
@@ -203,20 +204,33 @@ class PoolSizer:
                 log.warning("nothing of the autoscaler is recorded: %s", failure or "the GCS does not answer")
 
 
-def _fitting(
-    sizes: Sizes, present: Sizes, room: Room, with_standby: Callable[[Sizes], Sizes]
-) -> tuple[dict[Role, int], str | None]:
-    """As many of the further workers as there is room for, and what keeps the others away."""
+def _fitting(sizes: Sizes, present: Sizes, room: Room, placed: Callable[[Sizes], Sizes]) -> tuple[dict[Role, int], str | None]:
+    """As many of the further workers as there is room for, and what keeps the others away.
+
+    `placed` makes of sizes how many workers take room then, those on standby among them.
+    """
     fitting, problem = dict(sizes), None
     while any(fitting[role] > present[role] for role in fitting):
         more = [role for role in fitting if fitting[role] > present[role]]
         try:
-            room.check(with_standby(fitting), more)
+            room.check(placed(fitting), more)
             break
         except InvalidRequestError as error:
             problem = problem or error.message
             fitting[max(more, key=lambda role: fitting[role] - present[role])] -= 1
     return fitting, problem
+
+
+def known_step_times(config: ClusterConfig) -> StepTimes | None:
+    """What steps take, or None if nobody knows: because it was not measured, or because the model is gone by now.
+
+    Reads files.
+    """
+    try:
+        return step_times(config)
+    except Exception as error:  # noqa: BLE001 (whatever ails the files: the autoscaler learns from what it sees)
+        log.warning("nobody knows what steps take: %r", error)
+        return None
 
 
 def step_times(config: ClusterConfig) -> StepTimes | None:

@@ -129,10 +129,12 @@ class Supervisor:
         """Have this worker do this work from now on; returns at once. Raises as `Pools.flip`."""
         self._obey(self._pools.flip(worker_id, duty))
 
-    def heed(self, told: Mapping[WorkerLife, Leaving], now: float, check_room: CheckRoom) -> None:
+    def heed(
+        self, told: Mapping[WorkerLife, Leaving], now: float, check_room: CheckRoom, check_growing: CheckRoom | None = None
+    ) -> None:
         """Empty the workers whose nodes will go, in time; returns at once. As `Pools.heed`: call it again until none leaves."""
         before = self._pools.workers()
-        actions = self._pools.heed(told, now, check_room)
+        actions = self._pools.heed(told, now, check_room, check_growing)
         for action in actions:
             if isinstance(action, Drain):
                 log.info("%s epoch %d drains: its node leaves", action.worker_id, action.epoch)
@@ -151,8 +153,9 @@ class Supervisor:
 
     def arrange(self, change: Callable[[Pools], list[Action]], rollout: RolloutState) -> None:
         """Change the revisions of workers, and have the view say from now on how their rollout goes."""
+        actions = change(self._pools)
         self.rollout = rollout
-        self._obey(change(self._pools))
+        self._obey(actions)
 
     @property
     def pools(self) -> Pools:
@@ -171,6 +174,11 @@ class Supervisor:
     def can_flip(self) -> bool:
         """Whether workers can change their role."""
         return self._pools.why_not_alike() is None
+
+    def fill_standby(self, check_room: CheckRoom) -> None:
+        """Begin the workers that are missing on standby, as far as there is room for them; returns at once."""
+        if actions := self._pools.fill_standby(check_room):
+            self._obey(actions)
 
     def with_standby(self, sizes: Mapping[Role, int]) -> Mapping[Role, int]:
         """Return sizes as they count for the room that they take."""

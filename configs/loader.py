@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from configs.addresses import is_loopback
-from configs.autoscale import RoleName
+from configs.autoscale import RoleName, Sizes
 from configs.facts import ModelFacts
 from configs.model_files.kv_window import AT_ONCE, WHOLE, KvWindow
 from configs.model_files.rope import stretching
@@ -288,12 +288,21 @@ def _autoscaling(config: ClusterConfig) -> list[tuple[str, str]]:
                 found.append((key, f"{role} has no range in autoscale.sizes"))
             if each.most > (most := pools[role].max_workers):
                 found.append((key, f"{role}={each} is more than {role}.max_workers ({most})"))
-        if auto.max_workers is not None and auto.max_workers < sum(each.least for each in (auto.sizes | sizes).values()):
-            found.append(("autoscale.max_workers", f"fewer than the least of all roles together by {key}"))
+        least = _least_awake(config, auto.sizes | sizes)
+        if auto.max_workers is not None and auto.max_workers < least:
+            problem = f"fewer than the least of all roles together by {key}, while all that are needed are awake: {least}"
+            found.append(("autoscale.max_workers", problem))
     if auto.standby and config.disaggregation != "never" and config.unlike is not None:
         problem = f"a standby can be of either role, and prefill.{config.unlike} and decode.{config.unlike} differ"
         found.append(("autoscale.standby", problem))
     return found
+
+
+def _least_awake(config: ClusterConfig, sizes: Sizes) -> int:
+    """The fewest workers of both roles that answer requests. A role without a range keeps all of its own."""
+    needed: list[RoleName] = ["prefill", "decode"] if config.disaggregation == "always" else ["decode"]
+    least = {role: sizes[role].least if role in sizes else pool.workers for role, pool in _pools(config)}
+    return sum(max(1, number) if role in needed else number for role, number in least.items())
 
 
 def _usage(config: ClusterConfig) -> list[tuple[str, str]]:

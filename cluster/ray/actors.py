@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Collection, Sequence
+import logging
+import os
+from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +15,8 @@ from ray.util.placement_group import PlacementGroup, get_placement_group, placem
 
 from cluster.ray.placement import HEAD_RESOURCE, Resources
 
+log = logging.getLogger(__name__)
+
 NAMESPACE = "tandem"
 NAME_PREFIX = "tandem-"
 """Prefix of the name of every actor and placement group that belongs to a cluster."""
@@ -19,6 +24,9 @@ PROCESS_PREFIX = NAME_PREFIX + "process-"
 """Prefix of the names of the actors that a launcher makes."""
 STREAM_KEEPER = "streams"
 """Name of the keeper of resumable streams, the one that is off the head node where there is another."""
+
+AGAIN_S = 10.0
+"""Seconds before Ray gets to make an actor once more that could not be made after a restart."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +117,31 @@ def move_stream_keeper(nodes: Collection[str]) -> None:
         for keeper in find_actors([NAME_PREFIX + STREAM_KEEPER]):
             if node_of_actor(keeper.handle) in nodes:
                 ray.kill(keeper.handle, no_restart=False)
+
+
+@contextlib.asynccontextmanager
+async def made_until_it_works() -> AsyncIterator[None]:
+    """What an actor does here belongs to its constructor. If it raises after a restart, its process ends a while later.
+
+    For Ray starts an actor again whose process ended, and never one whose constructor has raised. At the first start it is
+    raised: whoever starts the actor is told.
+    """
+    try:
+        yield
+    except Exception:
+        if not await asyncio.to_thread(_may_be_restarted):
+            raise
+        log.exception("it could not be made: its process ends in %g s, and Ray starts another one", AGAIN_S)
+        await asyncio.sleep(AGAIN_S)
+        os._exit(1)
+
+
+def _may_be_restarted() -> bool:
+    """Whether Ray has started this process's actor again, as far as anybody knows. Blocks for a call to Ray."""
+    try:
+        return bool(ray.get_runtime_context().was_current_actor_reconstructed)
+    except Exception:  # noqa: BLE001 (whatever ails Ray: another try does no harm)
+        return True
 
 
 def new_actor(process_class: type, name: str, bundle: Resources, **placement: Any) -> NamedActor:

@@ -42,6 +42,8 @@ _NOTE_S = 2.0
 _ROOM_S = 10.0
 _CHECK_S = 3600.0
 """Longest time that reading, perhaps fetching, the new model may take."""
+_AGAIN_S = 10.0
+"""Seconds before the way to the end is tried again where something unforeseen has failed on it."""
 _MOST_ROUTERS = 1024
 
 Memory = Mapping[Role, WorkerMemory]
@@ -141,7 +143,7 @@ class Rollouts:
         """Go on with what a former controller has left half done."""
         state = self._supervisor.rollout
         if state is not None and not state.phase.is_over:
-            self._go(self._resume(state))
+            self._go(self._to_the_end(state.reason or "the controller ended during it"))
 
     async def close(self) -> None:
         """Change nothing from now on. Idempotent."""
@@ -160,18 +162,24 @@ class Rollouts:
             await self._replace()
             await self._taken(memory)
         except _WorseError as worse:
-            await self._roll_back(str(worse))
+            await self._to_the_end(str(worse))
         except Exception as error:
             log.exception("the rollout failed")
-            await self._roll_back(f"it failed in the controller: {error!r}")
+            await self._to_the_end(f"it failed in the controller: {error!r}")
 
-    async def _resume(self, state: RolloutState) -> None:
-        if state.phase is RolloutPhase.REPLACING and not self._may_go_back:
-            memory = await self._known_memory()
-            await self._replace()
-            await self._taken(memory)
-        else:
-            await self._roll_back(state.reason or "the controller ended during it")
+    async def _to_the_end(self, reason: str) -> None:
+        """Go back, for this reason, or on if there is nothing to go back to. What fails is tried again until it is over."""
+        while self.runs:
+            try:
+                if self._state.phase is RolloutPhase.REPLACING and not self._may_go_back:
+                    memory = await self._known_memory()
+                    await self._replace()
+                    await self._taken(memory)
+                else:
+                    await self._roll_back(reason)
+            except Exception:
+                log.exception("the rollout did not come to its end: it is tried again")
+                await asyncio.sleep(_AGAIN_S)
 
     async def _start(self, order: RolloutOrder) -> Memory:
         """Start the first workers of the new revision, in the place of former ones where there is no room beside them."""
@@ -219,8 +227,8 @@ class Rollouts:
         """The same for a rollout that a former controller has all but ended; None if nobody can tell."""
         try:
             memory = await self._checked()
-        except _WorseError as problem:
-            log.warning("nobody knows what the new workers take: %s", problem)
+        except Exception as problem:  # noqa: BLE001 (whatever ails the files: the workers have read them already)
+            log.warning("nobody knows what the new workers take: %r", problem)
             return None
         self._around.expect(larger(self._memory, memory))
         return memory
@@ -313,7 +321,10 @@ class Rollouts:
 
     async def _over(self, state: RolloutState, *, taken: bool) -> None:
         self._supervisor.arrange(lambda pools: pools.end_revision(taken=taken), state)
-        await self._on_over()
+        try:
+            await self._on_over()
+        except Exception:
+            log.exception("the rollout is over, and not everybody has heeded it")
 
     async def _until(self, reached: Callable[[Mapping[Role, Numbers], Mapping[Role, Numbers]], bool]) -> None:
         """Wait until the numbers of workers are as wanted, of the former and of the new ones."""

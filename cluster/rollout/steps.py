@@ -2,6 +2,7 @@
 
 one more of the new, where there is room ──► ready ──► one less of the former ──► gone ──► ...
 where there is none: one less of the former ──► gone ──► one more of the new ──► ready ──► ...
+when the last former one is gone: all of the new
 back: the former, where there is room beside one of the new ──► ready ──► none of the new
 """
 
@@ -51,8 +52,11 @@ def next_sizes(
     """Numbers of workers that should be wanted of both revisions from now on; None while something is under way, or at the end.
 
     The role of which the most is left to do goes first, so that both revisions have workers of both roles. `has_room` tells
-    whether one more worker of a role can be had.
+    whether one more worker of a role can be had. When no former worker is left, all new ones are wanted at once.
     """
+    if not any(each.wanted or each.present for each in former.values()):
+        none = dict.fromkeys(targets, 0)
+        return None if all(new[role].wanted == targets[role] for role in targets) else (none, targets)
     roles = [role for role in targets if not _is_done(targets[role], former[role], new[role])]
     if not roles or any(_is_under_way(former[role], new[role]) for role in targets):
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,8 +13,11 @@ from autoscaler.demand import Lengths
 from autoscaler.limits import ranges_at, within
 from autoscaler.policy import Holds, Need, decide, with_spare
 from configs.autoscale import AutoscaleConfig, SizeRange
+from configs.loader import load_config
 from configs.paced.profile import load_paced_profile
+from protocol.errors import ConfigError
 from protocol.messages import Role
+from router.dispatch.status import needed_roles
 
 PREFILL, DECODE = Role.PREFILL, Role.DECODE
 RANGES = {PREFILL: SizeRange(least=1, most=8), DECODE: SizeRange(least=0, most=8)}
@@ -175,6 +179,30 @@ def test_a_schedule_holds_at_its_hours() -> None:
         "2026-11-29 22:30": "1..4",
     }
     assert {when: str(ranges_at(config, at(when))[DECODE]) for when in expected} == expected
+
+
+@given(
+    st.sampled_from(["always", "auto", "never"]),
+    st.tuples(st.integers(0, 3), st.integers(1, 4)),
+    st.one_of(st.none(), st.tuples(st.integers(0, 3), st.integers(1, 4))),
+    st.tuples(st.integers(0, 4), st.integers(1, 4)),
+    st.integers(1, 8),
+)
+def test_no_budget_puts_a_role_back_to_sleep_that_a_request_has_woken(
+    disaggregation: str, decode: tuple[int, int], prefill: tuple[int, int] | None, workers: tuple[int, int], most: int
+) -> None:
+    """Of all configurations that are accepted. A role without a range keeps its workers, which count, too."""
+    values: dict[str, Any] = {"disaggregation": disaggregation, "prefill.workers": workers[0], "decode.workers": workers[1]}
+    sizes = f"decode={decode[0]}..{decode[1]}" + ("" if prefill is None else f",prefill={prefill[0]}..{prefill[1]}")
+    try:
+        config = load_config(None, values | {"autoscale.sizes": sizes, "autoscale.max_workers": most})
+    except ConfigError:
+        return
+    ranges, present = ranges_at(config.autoscale, 0.0), {PREFILL: workers[0], DECODE: workers[1]}
+    needed = needed_roles(config)
+    least = {role: ranges[role].least if role in ranges else present[role] for role in present}
+    woken = {role: max(1, number) if role in needed else number for role, number in least.items()}
+    assert within(woken, ranges, config.autoscale.max_workers) == woken
 
 
 def test_the_role_with_the_most_to_spare_gives() -> None:

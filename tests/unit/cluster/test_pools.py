@@ -168,6 +168,78 @@ def test_standbys_count_for_the_room() -> None:
     assert asked == [{Role.PREFILL: 1, Role.DECODE: 4}]
 
 
+def test_a_standby_goes_over_where_there_is_no_room_for_another_one_and_is_replaced_when_there_is() -> None:
+    pools = sized("0..2", "0..3", standby=1)
+    pools.scale({Role.PREFILL: 0, Role.DECODE: 0}, anything_fits)
+    for worker_id in ("worker-0", "worker-1"):
+        pools.tell(worker_id, partial(Pool.drained, worker_id=worker_id, epoch=1))
+    assert pools.scale({Role.DECODE: 1}, for_at_most(1)) == [TakeRole("worker-2", 1, Duty.DECODE)]
+    assert pools.fill_standby(for_at_most(1)) == []
+    with pytest.raises(InvalidRequestError, match="at most 1"):
+        pools.scale({Role.DECODE: 2}, for_at_most(1))
+    assert [type(action) for action in pools.scale({Role.DECODE: 2}, for_at_most(2))] == [Start], "it comes before a standby"
+    assert pools.fill_standby(for_at_most(2)) == []
+    assert pools.fill_standby(for_at_most(4)) == [Start("worker-1", 2, 0.0)]
+    assert pools.fill_standby(for_at_most(4)) == []
+
+
+def test_where_no_standby_has_room_one_that_is_not_wanted_any_more_goes_there() -> None:
+    pools = sized("0..2", "0..3", standby=1)
+    pools.scale({Role.PREFILL: 0, Role.DECODE: 3}, for_at_most(3))
+    assert pools.scale({}, for_at_most(3)) == []
+    (over,) = pools.scale({Role.DECODE: 2}, for_at_most(3))
+    assert states(pools)[over.worker_id] == (Role.DECODE, WorkerState.STANDBY)
+
+
+SIZED_MOVES = st.sampled_from(["scale", "scale", "die", "born", "born", "drained", "fill", "again"])
+
+
+@settings(max_examples=500)
+@given(
+    st.integers(1, 3),
+    st.integers(0, 3),
+    st.lists(st.tuples(SIZED_MOVES, st.integers(0, 6), st.integers(0, 3), st.integers(0, 3)), max_size=30),
+)
+def test_whatever_is_asked_nobody_has_no_room_and_standbys_that_are_ready_are_used(
+    standby: int, spare: int, moves: list[tuple[str, int, int, int]]
+) -> None:
+    """The wanted workers and those on standby find room. Sizes are refused only where these, and starting standbys, do not."""
+    pools, places = sized("0..3", "0..3", standby=standby), 2 + standby + spare
+    if not spare:
+        places -= 1
+        pools.scale({Role.DECODE: 0}, for_at_most(places))
+    for move, index, prefill, decode in moves:
+        infos = pools.workers()
+        info = infos[index % len(infos)] if infos else None
+        sizes = {Role.PREFILL: prefill, Role.DECODE: decode}
+        match move:
+            case "scale" if prefill + decode + late_standbys(pools) <= places:
+                pools.scale(sizes, for_at_most(places))
+                assert pools.wanted() == sizes
+            case "scale":
+                with contextlib.suppress(InvalidRequestError):
+                    pools.scale(sizes, for_at_most(places))
+            case "die" if info is not None:
+                die(pools, info.worker_id)
+            case "born" if info is not None:
+                ready(pools, info.worker_id, info.epoch)
+            case "drained" if info is not None:
+                pools.tell(info.worker_id, partial(Pool.drained, worker_id=info.worker_id, epoch=info.epoch))
+            case "fill":
+                pools.fill_standby(for_at_most(places))
+                staying = [each for each in pools.workers() if each.state is not WorkerState.DRAINING]
+                assert pools.standby_record().desired == standby or len(pools.workers()) >= places
+                assert len(staying) <= places
+            case "again":
+                pools = Pools(pools.config, pools.records(), pools.standby_record(), pools.epochs)
+        assert sum(pools.wanted().values()) + pools.standby_record().desired <= places
+        assert pools.standby_record().desired <= standby
+
+
+def late_standbys(pools: Pools) -> int:
+    return sum(info.standby and info.state is not WorkerState.STANDBY for info in pools.workers())
+
+
 def for_at_most(workers: int) -> CheckRoom:
     """A check of the room that finds enough for so many workers."""
 
@@ -208,6 +280,20 @@ def test_as_many_are_replaced_as_there_is_room_for() -> None:
     errors = {info.worker_id: info.last_error for info in pools.workers()}
     assert "there is room for at most 2" in str(errors["worker-2"])
     assert pools.heed(leaving, 3.0, for_at_most(3)) == [Start("worker-4", 1, 0.0)], "a node has joined"
+
+
+def test_one_that_has_left_is_replaced_where_a_node_may_join() -> None:
+    pools = started(1, 3)
+    leaving = told("worker-1", "worker-2")
+    assert pools.heed(leaving, 1.0, for_at_most(2), anything_fits) == [Drain("worker-1", 1), Drain("worker-2", 1)]
+    assert pools.heed({}, 2.0, for_at_most(2), anything_fits) == [], "both are there yet: nodes that stay have to do"
+    pools.tell("worker-1", partial(Pool.drained, worker_id="worker-1", epoch=1))
+    assert pools.heed({}, 3.0, for_at_most(2), anything_fits) == [Start("worker-1", 2, 0.0)], "one of the two is gone"
+    assert pools.heed({}, 4.0, for_at_most(2), anything_fits) == []
+    pools.tell("worker-2", partial(Pool.drained, worker_id="worker-2", epoch=1))
+    assert pools.heed({}, 5.0, for_at_most(2), for_at_most(2)) == [], "nodes come for some workers only"
+    assert pools.heed({}, 6.0, for_at_most(2), anything_fits) == [Start("worker-2", 2, 0.0)]
+    assert not pools.any_leaving
 
 
 def test_one_that_drains_on_a_node_that_stays_takes_room_to_its_end() -> None:
@@ -435,11 +521,26 @@ def test_one_that_does_both_is_likely_to_serve_unless_its_starts_fail() -> None:
     likely.append(pools.both_likely)
     die(pools, "worker-1")
     likely.append(pools.both_likely)
-    assert likely == [1, 1, 1], "it is about to come back"
+    assert likely == [1, 0, 1], "it serves nobody while it drains, and is about to when it starts"
     die(pools, "worker-1")
     assert pools.both_likely == 0
     ready(pools, "worker-1", 3)
     assert pools.both_likely == 1
+
+
+@pytest.mark.parametrize("end", ["drained", "scaled"])
+def test_one_that_did_both_and_will_not_come_back_keeps_nobody_from_waking_prefill(end: str) -> None:
+    pools = sized("0..2", "0..4", disaggregation="always")
+    for action in pools.scale({Role.DECODE: 2}, anything_fits):
+        ready(pools, action.worker_id)
+    pools.flip("worker-1", Duty.BOTH)
+    pools.scale({Role.PREFILL: 0}, anything_fits)
+    assert pools.both_likely == 1
+    if end == "drained":
+        pools.drain("worker-1", restart=False)
+    else:
+        pools.scale({Role.DECODE: 0}, anything_fits)
+    assert (pools.both_ready, pools.both_likely) == (0, 0)
 
 
 def nothing_fits(wanted: Mapping[Role, int], asked: Collection[Role]) -> None:
@@ -451,7 +552,7 @@ def die(pools: Pools, worker_id: str) -> list[Action]:
     return pools.tell(worker_id, partial(Pool.lost, worker_id=worker_id, epoch=pools.epochs[worker_id], error="killed"))
 
 
-MOVES = st.sampled_from(["flip", "flip", "die", "born", "drain", "restart", "scale", "leave", "heed", "again"])
+MOVES = st.sampled_from(["flip", "flip", "die", "born", "drain", "restart", "scale", "leave", "heed", "grow", "again"])
 MOVE = st.tuples(MOVES, st.integers(0, 5), st.sampled_from(list(Duty)), st.integers(0, 3), st.booleans())
 
 
@@ -487,12 +588,22 @@ def test_whatever_is_asked_somebody_computes_prompts_and_somebody_decodes(
                     pools.heed({WorkerLife(info.worker_id, info.epoch): Leaving(0.0, 100.0)}, 1.0, check_room)
                 case "heed":
                     pools.heed({}, 100.0, check_room)
+                case "grow":
+                    pools.heed({}, 1.0, nothing_fits, anything_fits)
+                    check_replaced(pools)
                 case "again":
                     pools = Pools(pools.config, pools.records(), pools.standby_record(), pools.epochs)
                     assert pools.workers() == infos
         check_covered(pools)
         kept = others if move in ("die", "restart", "leave") else before
         assert kept <= served_by(pools.workers())
+
+
+def check_replaced(pools: Pools) -> None:
+    """No worker is missing but those in whose place one is that has not left its node yet."""
+    for record in pools.records().values():
+        staying = sum(not member.leaves for member in record.members)
+        assert record.desired <= staying + sum(member.leaving is not None for member in record.members)
 
 
 def check_covered(pools: Pools) -> None:
@@ -504,6 +615,8 @@ def check_covered(pools: Pools) -> None:
     assert Role.PREFILL in served or not pools.both_wanted or Role.DECODE not in served
     assert len(infos) == len({each.worker_id for each in infos})
     assert all(each.role is Role.DECODE for each in infos if each.both)
+    steady = [each for each in infos if each.both and each.state is not WorkerState.DRAINING]
+    assert pools.both_ready <= pools.both_likely <= len(steady), "whoever drains takes nothing"
 
 
 def served_by(infos: Iterable[WorkerInfo]) -> set[Role]:

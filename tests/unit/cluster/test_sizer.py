@@ -20,7 +20,7 @@ from configs.schema import ClusterConfig
 from protocol.cluster_view import DemandCounts, RouterObservation, SizeDecision
 from protocol.errors import UnavailableError
 from protocol.messages import Duty, Role
-from tests.unit.cluster.test_supervisor import ScriptedLauncher, ScriptedRecords
+from tests.unit.cluster.test_supervisor import ScriptedLauncher, ScriptedRecords, seen
 
 PREFILL, DECODE = Role.PREFILL, Role.DECODE
 GB = 10**9
@@ -58,7 +58,7 @@ class KeptRecords:
 Scene = Callable[[Supervisor, PoolSizer, KeptRecords], Coroutine[Any, Any, None]]
 
 
-def sized(scene: Scene, settings: ClusterConfig | None = None, workers: int = 100) -> None:
+def sized(scene: Scene, settings: ClusterConfig | None = None, workers: int | Callable[[], int] = 100) -> None:
     """Run a scene with pools that size themselves, on nodes for so many workers."""
 
     async def run() -> None:
@@ -69,7 +69,7 @@ def sized(scene: Scene, settings: ClusterConfig | None = None, workers: int = 10
         records = KeptRecords()
 
         async def present_room() -> Room:
-            return room(used, workers)
+            return room(used, workers if isinstance(workers, int) else workers())
 
         sizer = PoolSizer(used, step_times(used), supervisor, present_room, records)
         await sizer.start()
@@ -181,6 +181,27 @@ def test_a_size_with_which_nobody_would_compute_prompts_is_refused_and_said_once
 
     settings = config(autoscale__sizes="decode=0..4", decode__workers=1)
     sized(scene, settings)
+
+
+def test_a_standby_in_the_last_place_takes_over_and_is_replaced_when_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.sizer.DECIDE_S", 0.01)
+    places = 2
+
+    async def scene(supervisor: Supervisor, sizer: PoolSizer, records: KeptRecords) -> None:
+        nonlocal places
+        await sizer.pause("by hand")
+        await sizer.observe(replace(NOTHING_ASKED, waiting=1))
+        assert supervisor.wanted() == {PREFILL: 1, DECODE: 1}
+        assert supervisor.ready() == {PREFILL: 1, DECODE: 1}, "nobody had to start"
+        shown = supervisor.view().autoscaler
+        assert shown is not None
+        assert shown.problem is None
+        await asyncio.sleep(0.1)
+        assert len(supervisor.view().workers) == 2
+        places = 3
+        await seen(supervisor, lambda view: sum(info.standby for info in view.workers) == 1)
+
+    sized(scene, config(autoscale__standby=1), lambda: places)
 
 
 def test_as_many_as_fit() -> None:

@@ -71,6 +71,21 @@ def test_a_schedule_may_say_when(tmp_path: Path) -> None:
             "prefill.threads and decode.threads differ",
         ),
         ({"autoscale.sizes": "prefill=2..3,decode=2..3", "autoscale.max_workers": 3}, "autoscale.max_workers", "fewer than"),
+        (
+            {
+                "autoscale.sizes": "prefill=0..1,decode=2..2",
+                "autoscale.max_workers": 2,
+                "disaggregation": "always",
+                "decode.workers": 2,
+            },
+            "autoscale.max_workers",
+            "fewer than the least of all roles together .* 3",
+        ),
+        (
+            {"autoscale.sizes": "prefill=1..2", "autoscale.max_workers": 4, "decode.workers": 4},
+            "autoscale.max_workers",
+            "fewer than the least of all roles together .* 5",
+        ),
         ({"autoscale.sizes": "decode=1.."}, "autoscale.sizes.decode", "1.."),
         ({"decode.workers": 0}, "decode.workers", "nobody would answer"),
         ({"prefill.workers": 0}, "prefill.workers", "let decode do it all"),

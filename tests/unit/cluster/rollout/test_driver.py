@@ -12,6 +12,8 @@ import pytest
 
 from cluster.memory import WorkerMemory
 from cluster.nodes.leaving import Leaving
+from cluster.pool import Action
+from cluster.pools import Pools
 from cluster.ray.placement import Room
 from cluster.records import ClusterRecord
 from cluster.rollout.driver import Rollouts, Surroundings
@@ -26,7 +28,7 @@ from protocol.cluster_view import (
     RolloutState,
     WorkerState,
 )
-from protocol.errors import ConfigError, InvalidRequestError
+from protocol.errors import ConfigError, InvalidRequestError, UnavailableError
 from protocol.messages import Role, WorkerLife, WorkerRef
 from router.rules.rollout.duration_bins import binned
 from tests.unit.cluster.test_supervisor import ScriptedLauncher, ScriptedProcess, ScriptedRecords, seen
@@ -87,6 +89,7 @@ class Rig:
 def settings(cores: int, prefill: int = 1, decode: int = 2, start_s: float = 120.0) -> ClusterConfig:
     resources = {"CPU": 1.0} if cores else {}
     return ClusterConfig(
+        disaggregation="auto" if prefill else "never",
         prefill=PrefillConfig(workers=prefill, resources=resources),
         decode=DecodeConfig(workers=decode, resources=resources),
         limits=LimitsConfig(drain_s=5, worker_start_s=start_s),
@@ -114,14 +117,15 @@ def rig(supervisor: Supervisor, launcher: IdleLauncher, config: ClusterConfig, c
 def rolled(
     scenario: Callable[[Rig], Coroutine[Any, Any, None]],
     cores: int = 0,
+    prefill: int = 1,
     decode: int = 2,
     start_s: float = 120.0,
     **around: Any,
 ) -> None:
-    """Run a scenario on a cluster of one prefill worker and some decode workers, all ready."""
+    """Run a scenario on a cluster of one prefill worker and some decode workers, all ready. Without prefill it is colocated."""
 
     async def run() -> None:
-        launcher, config = IdleLauncher(), settings(cores, decode=decode, start_s=start_s)
+        launcher, config = IdleLauncher(), settings(cores, prefill, decode, start_s)
         supervisor = Supervisor(config, launcher, ScriptedRecords())
         all_of_it = rig(supervisor, launcher, config, cores, **around)
         async with asyncio.timeout(30):
@@ -412,6 +416,28 @@ def test_when_no_former_worker_is_left_there_is_nothing_to_abort_and_nothing_to_
     rolled(scenario, start_s=1.0)
 
 
+def test_a_new_worker_that_is_lost_right_after_the_last_former_one_has_gone_does_not_hold_the_rollout_up() -> None:
+    """Without room beside, the last former worker goes first. The new one dies for good before its successor is wanted."""
+
+    async def scenario(all_of_it: Rig) -> None:
+        all_of_it.rollouts.begin(ORDER)
+        await all_of_it.phase(RolloutPhase.CANARY)
+        all_of_it.observe(current=counts(0.2), new=counts(0.2))
+        await all_of_it.until(lambda view: all_of_it.supervisor.pools.numbers()[0][Role.DECODE].wanted == 0)
+
+        async def fails(ref: WorkerRef) -> None:
+            raise UnavailableError("its GPU is gone")
+
+        all_of_it.launcher.on_start = fails
+        for process in all_of_it.launcher.new_lives():
+            process.die()
+        view = await all_of_it.phase(RolloutPhase.DONE)
+        assert view.wanted[Role.DECODE] == 2
+        all_of_it.rollouts.check_none()
+
+    rolled(scenario, cores=2, prefill=0, start_s=0.3)
+
+
 def test_an_operator_does_not_wait_for_a_model_that_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     fetched = threading.Event()
 
@@ -442,50 +468,138 @@ def test_a_new_controller_rolls_back_what_is_half_done_and_ends_what_is_all_but_
     """Of the record of each moment of a rollout, as a controller would find it that comes after a death."""
 
     async def scenario() -> None:
-        config, records = settings(0), AllRecords()
-        launcher = IdleLauncher()
-        supervisor = Supervisor(config, launcher, records)
-        first = rig(supervisor, launcher, config, 0)
-        await supervisor.start()
-        await supervisor.settle(5)
-        first.rollouts.begin(ORDER)
-        await first.phase(RolloutPhase.CANARY)
-        first.observe(current=counts(0.2), new=counts(0.2))
-        await first.phase(RolloutPhase.DONE)
-        await first.rollouts.close()
-        await supervisor.close()
-        under_way = [
-            record
-            for record in records.all
-            if record.rollout is not None
-            and not record.rollout.phase.is_over
-            and replaced == (not any(pool.desired for pool in record.pools.values()))
-        ]
-        assert under_way
-        for record in under_way:
-            await taken_up(config, record, RolloutPhase.DONE if replaced else RolloutPhase.ROLLED_BACK)
-
-    async def taken_up(config: ClusterConfig, record: ClusterRecord, end: RolloutPhase) -> None:
-        launcher = IdleLauncher()
-        launcher.left = {WorkerLife(*life) for life, _ in record.processes}
-        supervisor = Supervisor(config, launcher, AllRecords(record))
-        expected: list[Mapping[Role, WorkerMemory]] = []
         new_memory = dict.fromkeys(Role, WorkerMemory(kv_pool=2 * 10**9, weights=0, process=0))
-        second = rig(supervisor, launcher, config, 0, expect=expected.append, check=lambda current, new: new_memory)
-        assert await supervisor.start()
-        second.rollouts.resume()
-        view = await second.phase(end)
-        assert set(revisions(view)) == ({2} if end is RolloutPhase.DONE else {1})
+        for record in await half_done(replaced):
+            expected: list[Mapping[Role, WorkerMemory]] = []
+            second = taken_up(record, expect=expected.append, check=lambda current, new: new_memory)
+            await comes_to_its_end(second, replaced)
+            assert expected[-1] == (new_memory if replaced else MEMORY)
+
+    bounded(scenario())
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_what_goes_wrong_after_the_death_of_a_controller_is_tried_again(
+    replaced: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("cluster.rollout.driver._AGAIN_S", 0.01)
+
+    def check(current: ClusterConfig, new: ClusterConfig) -> Mapping[Role, WorkerMemory]:
+        raise FileNotFoundError("tokenizer.json")
+
+    async def scenario() -> None:
+        record = (await half_done(replaced))[0]
+        second = taken_up(record, check=check)
+        arrange, failures = second.supervisor.arrange, [RuntimeError("a bug")]
+
+        def fails_once(*args: Any) -> None:
+            if failures:
+                raise failures.pop()
+            arrange(*args)
+
+        monkeypatch.setattr(second.supervisor, "arrange", fails_once)
+        await comes_to_its_end(second, replaced)
+        assert not failures
+
+    bounded(scenario())
+    assert "the rollout did not come to its end: it is tried again" in caplog.text
+
+
+@pytest.mark.parametrize("moment", [RolloutPhase.ROLLING_BACK, RolloutPhase.DONE])
+def test_an_error_on_the_way_to_the_end_is_not_the_end(
+    moment: RolloutPhase, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("cluster.rollout.driver._AGAIN_S", 0.01)
+
+    async def scenario(all_of_it: Rig) -> None:
+        arrange, failed = all_of_it.supervisor.arrange, False
+
+        def fails_once(change: Callable[[Pools], list[Action]], rollout: RolloutState) -> None:
+            nonlocal failed
+            if rollout.phase is moment and not failed:
+                failed = True
+                raise RuntimeError("a bug")
+            arrange(change, rollout)
+
+        monkeypatch.setattr(all_of_it.supervisor, "arrange", fails_once)
+        all_of_it.rollouts.begin(ORDER)
+        await all_of_it.phase(RolloutPhase.CANARY)
+        worse = moment is RolloutPhase.ROLLING_BACK
+        all_of_it.observe(current=counts(0.2, number=200), new=counts(0.2, failures=12 if worse else 0))
+        view = await all_of_it.phase(RolloutPhase.ROLLED_BACK if worse else RolloutPhase.DONE)
+        assert failed
+        assert set(revisions(view)) == ({1} if worse else {2})
         assert dict(view.wanted) == {Role.PREFILL: 1, Role.DECODE: 2}
-        assert expected[-1] == (new_memory if end is RolloutPhase.DONE else MEMORY)
-        await second.rollouts.close()
-        await supervisor.close()
 
-    async def bounded() -> None:
+    rolled(scenario)
+
+
+def test_what_fails_after_the_end_changes_nothing_of_it(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(all_of_it: Rig) -> None:
+        async def fails() -> None:
+            raise RuntimeError("a bug")
+
+        rollouts = Rollouts(all_of_it.supervisor, all_of_it.rollouts._around, fails)
+        all_of_it.rollouts = rollouts
+        rollouts.begin(ORDER)
+        await all_of_it.phase(RolloutPhase.CANARY)
+        all_of_it.observe(current=counts(0.2), new=counts(0.2))
+        await all_of_it.phase(RolloutPhase.DONE)
+        assert rollouts._task is not None
+        await rollouts._task
+        assert all_of_it.state.phase is RolloutPhase.DONE
+
+    rolled(scenario)
+    assert "a bug" in caplog.text
+
+
+def bounded(scenario: Coroutine[Any, Any, None]) -> None:
+    async def run() -> None:
         async with asyncio.timeout(60):
-            await scenario()
+            await scenario
 
-    asyncio.run(bounded())
+    asyncio.run(run())
+
+
+async def half_done(replaced: bool) -> list[ClusterRecord]:
+    """The records of a rollout under way, before or after its last former worker was given up."""
+    config, records, launcher = settings(0), AllRecords(), IdleLauncher()
+    supervisor = Supervisor(config, launcher, records)
+    first = rig(supervisor, launcher, config, 0)
+    await supervisor.start()
+    await supervisor.settle(5)
+    first.rollouts.begin(ORDER)
+    await first.phase(RolloutPhase.CANARY)
+    first.observe(current=counts(0.2), new=counts(0.2))
+    await first.phase(RolloutPhase.DONE)
+    await first.rollouts.close()
+    await supervisor.close()
+    under_way = [
+        record
+        for record in records.all
+        if record.rollout is not None
+        and not record.rollout.phase.is_over
+        and replaced == (not any(pool.desired for pool in record.pools.values()))
+    ]
+    assert under_way
+    return under_way
+
+
+def taken_up(record: ClusterRecord, **around: Any) -> Rig:
+    """The cluster of a controller that finds this record."""
+    launcher = IdleLauncher()
+    launcher.left = {WorkerLife(*life) for life, _ in record.processes}
+    return rig(Supervisor(settings(0), launcher, AllRecords(record)), launcher, settings(0), 0, **around)
+
+
+async def comes_to_its_end(second: Rig, replaced: bool) -> None:
+    assert await second.supervisor.start()
+    second.rollouts.resume()
+    view = await second.phase(RolloutPhase.DONE if replaced else RolloutPhase.ROLLED_BACK)
+    assert set(revisions(view)) == ({2} if replaced else {1})
+    assert dict(view.wanted) == {Role.PREFILL: 1, Role.DECODE: 2}
+    await second.rollouts.close()
+    await second.supervisor.close()
 
 
 class AllRecords(ScriptedRecords):

@@ -45,6 +45,22 @@ def test_it_comes_to_its_end_and_lacks_no_worker_that_there_is_room_for(
     assert is_replaced(targets, numbers(former), numbers(new))
 
 
+@given(st.data())
+def test_when_the_last_former_worker_has_gone_all_are_wanted_whoever_dies(data: st.DataObject) -> None:
+    """New workers die for good at any moment from then on: the lost ones keep nobody from being wanted."""
+    targets = data.draw(st.fixed_dictionaries({role: st.integers(1, 6) for role in Role}))
+    wanted: dict[Role, int] = {role: data.draw(st.integers(0, target)) for role, target in targets.items()}
+    none = numbers(dict.fromkeys(targets, 0))
+    for _ in range(sum(targets.values()) + 1):
+        ready = {role: data.draw(st.integers(0, wanted[role])) for role in targets}
+        steps = next_sizes(targets, none, numbers(wanted, ready), lambda role: False)
+        if steps is None:
+            break
+        assert not any(steps[0].values())
+        wanted = dict(steps[1])
+    assert wanted == targets
+
+
 def test_nothing_begins_while_something_is_under_way() -> None:
     targets = {Role.PREFILL: 2, Role.DECODE: 2}
     one = {Role.PREFILL: 1, Role.DECODE: 1}
