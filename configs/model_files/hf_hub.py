@@ -41,7 +41,13 @@ def fetch_snapshot(repo_id: str) -> Path:
         raise model_error(f"{repo_id} is no directory and can't be the id of a model on the Hugging Face hub") from None
     except LocalEntryNotFoundError:
         pass
-    return download_apart(repo_id)
+    folder = download_apart(repo_id)
+    if not (folder / CONFIG).exists():
+        raise model_error(
+            f"{repo_id} has no {CONFIG} on the Hugging Face hub: only repositories of safetensors are fetched by id; "
+            "download a .gguf file and give its path"
+        )
+    return folder
 
 
 def _is_whole(folder: Path) -> bool:

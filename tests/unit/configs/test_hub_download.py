@@ -35,6 +35,7 @@ class _Hub(BaseHTTPRequestHandler):
         self._answer(FILES[Path(self.path).name])
 
     def do_GET(self) -> None:
+        names = ["m-Q4_0.gguf"] if "/m-GGUF/" in self.path else list(FILES)
         if "/resolve/" in self.path:
             data = FILES[Path(self.path).name]
             self._answer(data[:1])
@@ -42,13 +43,11 @@ class _Hub(BaseHTTPRequestHandler):
                 return
             self.wfile.write(data[1:])
         elif "/tree/" in self.path:
-            self._answer(
-                json.dumps([{"type": "file", "path": name, "size": len(FILES[name]), "oid": "1" * 40} for name in FILES])
-            )
+            self._answer(json.dumps([{"type": "file", "path": name, "size": 7, "oid": "1" * 40} for name in names]))
         elif "/closes/" in self.path:
             return
         else:
-            self._answer(json.dumps({"id": "org/any", "sha": COMMIT, "siblings": [{"rfilename": name} for name in FILES]}))
+            self._answer(json.dumps({"id": "org/any", "sha": COMMIT, "siblings": [{"rfilename": name} for name in names]}))
 
     def _weights(self, repository: str) -> bool:
         """Whether the rest of the weights is sent. `hangs` waits until the client has left."""
@@ -92,6 +91,11 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadingHT
 def test_a_model_is_downloaded(hub: ThreadingHTTPServer) -> None:
     folder = fetch_snapshot("org/whole")
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == FILES
+
+
+def test_a_repository_of_gguf_files(hub: ThreadingHTTPServer) -> None:
+    with pytest.raises(ConfigError, match=r"org/m-GGUF has no config\.json .*; download a \.gguf file and give its path"):
+        fetch_snapshot("org/m-GGUF")
 
 
 @pytest.mark.parametrize("repository", ["closes", "breaks"])
