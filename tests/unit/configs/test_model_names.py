@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from huggingface_hub import constants as hub_constants
@@ -101,6 +104,26 @@ def test_list_models(hub_cache: Path, make_directory: Files, own_cache: Path) ->
     listed = list_models()
     assert [(model.name, model.path is not None) for model in listed] == [("smollm2", True), ("org/ours", True)]
     assert listed[0].num_bytes == 5
+
+
+@pytest.mark.parametrize("error", [PermissionError(errno.EACCES, "no"), OSError(errno.EIO, "no")])
+def test_a_cache_that_cant_be_entered(
+    hub_cache: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, error: OSError
+) -> None:
+    real = os.stat
+
+    def guarded(path: Any, *args: Any, **options: Any) -> os.stat_result:
+        if str(path).startswith(str(own_cache)):
+            raise error
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(os, "stat", guarded)
+    monkeypatch.setattr(os, "mkdir", Mock(side_effect=error))
+    assert not is_here("smollm2")
+    assert not is_here(str(own_cache / "model"))
+    assert [(model.name, model.path) for model in list_models()] == [("smollm2", None)]
+    with pytest.raises(ConfigError, match="can't be written: no; set TANDEM_CACHE to a folder that can"):
+        resolve("smollm2")
 
 
 @pytest.mark.parametrize(
