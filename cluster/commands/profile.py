@@ -43,6 +43,7 @@ def profile(
     from cluster.measured import known_profiles, measured_profiles
     from cluster.paced import machine_profile, save_profile
     from configs.loader import load_config
+    from configs.profiles import can_be_kept, profiles_folder
     from protocol.errors import UnavailableError
 
     cluster = load_config(config, overrides)
@@ -54,6 +55,8 @@ def profile(
             found = measured_profiles(cluster, facts, anew=True)
     if not found:
         hint = "nothing was measured yet; leave out --show" if show else "measuring failed"
+        if not show and not can_be_kept():
+            hint = f"{profiles_folder()} can't be written; set TANDEM_CACHE to a folder that can"
         raise UnavailableError(f"no profile of {facts.name} on this machine: {hint}")
     if save is not None:
         save_profile(machine_profile(cluster, facts, found), save)

@@ -122,8 +122,8 @@ def _write(config: ClusterConfig, configuration: Path, token: str) -> None:
     if files is not None:
         _write_pair(files, certificate_path(configuration))
     limits = config.limits
-    host = "*" if config.http.host in _WILDCARDS else config.http.host
-    FrontSettings(token, limits.header_s, limits.client_s, files, host).save(settings_path(configuration))
+    settings = FrontSettings(token, limits.header_s, limits.client_s, files, config.http.host)
+    settings.save(settings_path(configuration))
 
 
 def restore(config: ClusterConfig, token: str) -> None:

@@ -49,6 +49,8 @@ _HARD_STOP_S = 86_400
 It is replaced whenever a router comes or goes, and only streams of that router are to notice. Serve's own 120 s would cut off
 those of all routers. By itself it ends with its last stream.
 """
+_ALL_ADDRESSES = "::"
+"""The host that stands for all addresses of this machine, of IPv6 and of IPv4."""
 _SERVES_OWN_HEADERS = ("x-request-disconnect-disabled", "x-request-timeout-seconds")
 """Headers by which a client could tell Ray Serve to let its request go on when it has left, or to cut it off."""
 
@@ -66,7 +68,7 @@ class FrontSettings:
     certificate: CertificateFiles | None
     """Files of the TLS certificate; None serves plain HTTP."""
     host: str
-    """Where it listens: a name, an address, or * for all."""
+    """Where it listens: a name or an address; 0.0.0.0 is all of IPv4, and :: all of both kinds."""
 
     @classmethod
     def load(cls, path: Path) -> FrontSettings | None:
@@ -129,10 +131,14 @@ def guarded(configuration: str, settings: FrontSettings | None, certificate: Pat
 
 def _frontend(address: str, settings: FrontSettings, certificate: Path) -> list[str]:
     """Where HAProxy listens, at the port of this address, and what it does to the headers of every request."""
+    port = address.rpartition(":")[2]
     tls = "" if settings.certificate is None else f" ssl crt {certificate} ssl-min-ver TLSv1.2 alpn http/1.1"
     relayed = " || ".join(f"{{ req.hdr({name}) -m found }}" for name in _PROXY_HEADERS)
+    # Two sockets for both kinds of addresses: clients of IPv4 keep theirs, which one socket would write as IPv6 (::ffff:).
+    everywhere = settings.host == _ALL_ADDRESSES
     return [
-        f"    bind {settings.host}:{address.rpartition(':')[2]}{tls}\n",
+        f"    bind {'0.0.0.0' if everywhere else settings.host}:{port}{tls}\n",
+        *_ours(*([f"bind {_ALL_ADDRESSES}:{port} v6only{tls}"] if everywhere else [])),
         *_ours(*(f"http-request del-header {name}" for name in (*_SERVES_OWN_HEADERS, "x-tandem-relayed"))),
         *_ours(f"http-request set-header x-tandem-relayed 1 if {relayed}"),
         *_ours(*(f"http-request del-header {name}" for name in _PROXY_HEADERS)),

@@ -98,14 +98,16 @@ def haproxy_guard() -> Path:
 def local_ray() -> Iterator[None]:
     """Run a Ray instance of this process's own on loopback. All its processes are gone when the block ends.
 
-    Raises UnavailableError if Ray does not start.
+    Raises UnavailableError if Ray does not start, ConfigError if its folder can't be made.
     """
     remove_leftovers()
-    with (
-        tempfile.TemporaryDirectory(prefix=SCRATCH_PREFIX, dir=TEMPORARY, ignore_cleanup_errors=True) as scratch,
-        claim(Path(scratch)),
-        ExitStack() as session,
-    ):
+    with ExitStack() as session:
+        try:
+            folder = tempfile.TemporaryDirectory(prefix=SCRATCH_PREFIX, dir=TEMPORARY, ignore_cleanup_errors=True)
+            scratch = session.enter_context(folder)
+            session.enter_context(claim(Path(scratch)))
+        except OSError as error:
+            raise ConfigError(f"{TEMPORARY} can't be written: {error.strerror}") from None
         os.environ.update(local_environment(Path(scratch)))
         import ray
 

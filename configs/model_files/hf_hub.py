@@ -10,12 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from configs.fields import model_error
-from configs.model_files.hf_directory import CONFIG, GENERATION_CONFIG, weight_files_of
-from configs.model_files.hf_tokenizer import CHAT_TEMPLATE, TOKENIZER, TOKENIZER_CONFIG
-from protocol.errors import ConfigError, UnavailableError, first_line
-
-_NEEDED = [CONFIG, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE]
-_WEIGHTS = ["model*.safetensors", "model.safetensors.index.json"]
+from configs.model_files.hf_directory import CONFIG, weight_files_of
+from configs.model_files.hf_tokenizer import TOKENIZER
+from configs.model_files.hub_download import PATTERNS, download_apart
+from protocol.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -32,43 +30,24 @@ def fetch_snapshot(repo_id: str) -> Path:
 
     Raises ConfigError if it can't be had, UnavailableError while the hub doesn't answer.
     """
-    import httpx  # these two take 0.3 s together, which only hub models pay
-    from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-    )
+    from huggingface_hub import snapshot_download  # takes 0.3 s, which only hub models pay
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-    patterns = [*_NEEDED, *_WEIGHTS]
     try:
-        folder = Path(snapshot_download(repo_id, allow_patterns=patterns, local_files_only=True))
+        folder = Path(snapshot_download(repo_id, allow_patterns=list(PATTERNS), local_files_only=True))
         if _is_whole(folder):
             return folder
     except HFValidationError:
         raise model_error(f"{repo_id} is no directory and can't be the id of a model on the Hugging Face hub") from None
     except LocalEntryNotFoundError:
         pass
-    failed = f"can't fetch {repo_id} from the Hugging Face hub, and no directory has this name"
-    try:
-        return Path(snapshot_download(repo_id, allow_patterns=patterns))
-    except GatedRepoError:
-        reason = "it is gated: accept its terms on the hub and set HF_TOKEN"
-    except RepositoryNotFoundError:
-        reason = "the hub has no such model, or it is private: check the name and HF_TOKEN"
-    except LocalEntryNotFoundError:
-        if constants.HF_HUB_OFFLINE:
-            raise model_error(f"{failed}: the cache doesn't have it whole, and HF_HUB_OFFLINE is set") from None
-        reason = "the hub can't be reached and the cache doesn't have it whole: check the network"
-        raise UnavailableError(f"{failed}: {reason}", param="model") from None
-    except (HfHubHTTPError, httpx.HTTPError, OSError) as error:
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        is_busy = isinstance(error, HfHubHTTPError) and (error.response.is_server_error or error.response.status_code == 429)
-        if is_busy or isinstance(error, httpx.TransportError):
-            raise UnavailableError(f"{failed}: {reason}", param="model") from None
-    raise model_error(f"{failed}: {reason}")
+    folder = download_apart(repo_id)
+    if not (folder / CONFIG).exists():
+        raise model_error(
+            f"{repo_id} has no {CONFIG} on the Hugging Face hub: only repositories of safetensors are fetched by id; "
+            "download a .gguf file and give its path"
+        )
+    return folder
 
 
 def _is_whole(folder: Path) -> bool:

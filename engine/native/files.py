@@ -7,6 +7,7 @@ each.
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
 from functools import cache
 from pathlib import Path
@@ -40,7 +41,7 @@ def is_at_hand(instruction_set: InstructionSet) -> bool:
         path = library_path(instruction_set)
     except (OSError, subprocess.SubprocessError):
         return False  # a compiler that does not work has made nothing
-    return path is not None and path.exists()
+    return path is not None and os.path.exists(path)
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
@@ -25,9 +26,14 @@ class ApiClient:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         timeout = httpx.Timeout(_ANSWER_S, connect=_CONNECT_S)
         try:
-            self._client = httpx.Client(base_url=self._url, headers=headers, timeout=timeout)
+            base_url = httpx.URL(self._url)
+            base_url.raw_host.decode().encode("idna")  # as the resolver does
         except (httpx.InvalidURL, ValueError) as error:
             raise UnavailableError(f"{url} is no URL: {error}") from None
+        # A proxy that the environment names would read the operator's key.
+        self._client = httpx.Client(
+            base_url=base_url, headers=headers, timeout=timeout, trust_env=False, verify=_authorities(base_url)
+        )
 
     def get(self, path: str) -> Any:
         """Return the JSON that the cluster answers at `path`.
@@ -86,6 +92,14 @@ class ApiClient:
 
     def _unreachable(self, error: Exception) -> UnavailableError:
         return UnavailableError(f"no cluster answers at {self._url} ({error}); `tandem serve` starts one, --url names another")
+
+
+def _authorities(url: httpx.URL) -> ssl.SSLContext | bool:
+    """Who may certify a server: whom SSL_CERT_FILE or SSL_CERT_DIR name, else everybody whom httpx knows."""
+    try:
+        return httpx.create_ssl_context() if url.scheme == "https" else False
+    except OSError as error:
+        raise UnavailableError(f"SSL_CERT_FILE or SSL_CERT_DIR: {error.strerror}") from None
 
 
 def _events(lines: Iterable[str]) -> Iterator[dict[str, Any]]:

@@ -10,6 +10,9 @@ What ends then (Ray, its processes, folders) must end wholly, which an impatient
 from __future__ import annotations
 
 import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum, auto
 from types import FrameType
 
@@ -41,3 +44,26 @@ class Interrupts:
         if self.phase is not Phase.ENDING:
             self.phase = _NEXT[self.phase]
             raise KeyboardInterrupt
+
+
+@contextmanager
+def undone_when_ended() -> Iterator[None]:
+    """While the block runs, SIGTERM and SIGHUP are a SystemExit in the main thread, so that the block can undo what it did.
+
+    Only the first one is. A signal that is ignored, as SIGHUP is under `nohup`, stays so.
+    """
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers if signal.getsignal(number) is not signal.SIG_IGN}
+
+    def end(number: int, frame: FrameType | None) -> None:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    for number in before:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from cluster.commands.lib.http_client import ApiClient
+from cluster.commands.lib.interrupts import undone_when_ended
 from cluster.commands.lib.options import DEFAULT_URL, LONGEST_S, AdminKey, Url
 from cluster.commands.lib.waiting import (
     Workers,
@@ -81,7 +82,8 @@ def rollout(
         least = (300.0 if watch_s is None else watch_s, 20 if min_requests is None else min_requests)
         try_config(client, config, share, *least)
     else:
-        roll_out(client, room_s, wait_s)
+        with undone_when_ended():
+            roll_out(client, room_s, wait_s)
 
 
 def roll_out(client: ApiClient, room_s: float, wait_s: float) -> None:
@@ -111,9 +113,9 @@ def roll_out(client: ApiClient, room_s: float, wait_s: float) -> None:
 def _autoscaler_quiet(client: ApiClient, state: Mapping[str, Any] | None) -> Iterator[None]:
     """While the block runs, the autoscaler, whose state is that of /admin/status, changes nothing."""
     runs = state is not None and not state["paused"]
-    if runs:
-        client.post("/admin/autoscale", {"action": "pause"})
     try:
+        if runs:
+            client.post("/admin/autoscale", {"action": "pause"})
         yield
     finally:
         if runs:

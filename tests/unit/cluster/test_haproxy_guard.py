@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import socket
 import stat
 import subprocess
 import sys
+import time
+from dataclasses import replace
+from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
@@ -13,6 +17,7 @@ import pytest
 from cluster.ray.certificate import CertificateFiles
 from cluster.ray.haproxy_guard import FrontSettings, guarded, rewrite, settings_path
 from cluster.ray.private_folder import close_folder
+from cluster.ray.session import free_port
 
 SETTINGS = FrontSettings("t0ken", 10.0, 60.0, None, "127.0.0.1")
 CONFIGURATION = """global
@@ -33,6 +38,14 @@ listen stats
   bind *:{stats_port}
   stats enable
 """
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return sys.platform == "linux"
+    except OSError:
+        return False
 
 
 def close_ports(configuration: str) -> str:
@@ -86,7 +99,7 @@ def test_settings_find_their_places_in_rays_own_template() -> None:
 
 def test_settings_twice_are_settings_once(tmp_path: Path) -> None:
     once = guarded(CONFIGURATION, SETTINGS, tmp_path)
-    other = FrontSettings("other", 5.0, 30.0, CertificateFiles("a.crt", "a.key"), "*")
+    other = FrontSettings("other", 5.0, 30.0, CertificateFiles("a.crt", "a.key"), "0.0.0.0")
     assert guarded(once, SETTINGS, tmp_path) == once
     assert guarded(guarded(once, other, tmp_path), SETTINGS, tmp_path) == once
     path = tmp_path / "haproxy.cfg"
@@ -135,10 +148,58 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path, given_away: str) ->
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="HAProxy's binary comes for Linux only")
-def test_the_real_haproxy_accepts_what_is_left(tmp_path: Path) -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::"])
+def test_the_real_haproxy_accepts_what_is_left(tmp_path: Path, host: str) -> None:
     path = tmp_path / "haproxy.cfg"
     path.write_text(CONFIGURATION.format(directory=tmp_path, metrics_port=9101, port=18080, stats_port=8404))
-    SETTINGS.save(settings_path(path))
+    replace(SETTINGS, host=host).save(settings_path(path))
     command = [sys.executable, "-c", "from cluster.ray.haproxy_guard import main; main()", "-c", "-f", str(path)]
     checked = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert checked.returncode == 0, checked.stderr
+
+
+@pytest.mark.parametrize(
+    ("host", "binds"),
+    [
+        ("0.0.0.0", ["bind 0.0.0.0:8000{tls}"]),
+        ("::1", ["bind ::1:8000{tls}"]),
+        ("::", ["bind 0.0.0.0:8000{tls}", "bind :::8000 v6only{tls} # by tandem-haproxy"]),
+    ],
+)
+def test_where_it_listens(host: str, binds: list[str]) -> None:
+    configuration = CONFIGURATION.format(directory="/x", metrics_port=9101, port=8000, stats_port=8404)
+    secure = " ssl crt /x/front.pem ssl-min-ver TLSv1.2 alpn http/1.1"
+    for files, tls in ((None, ""), (CertificateFiles("a.crt", "a.key"), secure)):
+        settings = replace(SETTINGS, host=host, certificate=files)
+        once = guarded(configuration, settings, Path("/x/front.pem"))
+        assert [line.strip() for line in once.splitlines() if "bind" in line] == [bind.format(tls=tls) for bind in binds]
+        assert guarded(once, settings, Path("/x/front.pem")) == once
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="without IPv6, or without the binary")
+def test_clients_of_both_kinds_have_their_own_addresses(tmp_path: Path) -> None:
+    path, port = tmp_path / "haproxy.cfg", free_port()
+    told = CONFIGURATION.replace('string "listen stats"', 'lf-string "%[src]"')
+    path.write_text(told.format(directory=tmp_path, metrics_port=9101, port=port, stats_port=8404))
+    replace(SETTINGS, host="::").save(settings_path(path))
+    command = [sys.executable, "-c", "from cluster.ray.haproxy_guard import main; main()", "-db", "-f", str(path)]
+    with subprocess.Popen(command) as process:
+        try:
+            assert [answer(host, port) for host in ("::1", "127.0.0.1")] == ["::1", "127.0.0.1"]
+        finally:
+            process.kill()
+
+
+def answer(host: str, port: int) -> str:
+    """What is answered at this address, as soon as somebody listens."""
+    deadline = time.monotonic() + 30.0
+    while True:
+        connection = HTTPConnection(host, port, timeout=10.0)
+        try:
+            connection.request("GET", "/")
+            return connection.getresponse().read().decode()
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        finally:
+            connection.close()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -129,6 +131,13 @@ def test_a_model_that_can_not_be_measured_costs_a_line(caplog: pytest.LogCapture
     assert (again.sizes, again.products, caplog.text) == (None, (), ""), "it is not tried again"
 
 
+def test_a_full_disk_costs_a_line_too(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("configs.profiles.write_whole", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    config = load_config(None, {"model": "no-such-model", "disaggregation": "never"})
+    assert measured_profiles(config, FACTS) == {}
+    assert "measuring failed" in caplog.text
+
+
 def test_workers_share_the_cores_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cluster.measured.usable_cores", lambda: 8)
     assert threads_here(load_config(None, {}), Role.DECODE) == 4
@@ -210,6 +219,14 @@ def test_the_command_measures_and_shows(monkeypatch: pytest.MonkeyPatch, capsys:
     (profile,) = json.loads(capsys.readouterr().out)
     assert profile["key"]["threads"] == 1
     assert all(f" {row['seconds'] * 1e3:.1f} " in shown for row in steps(profile))
+
+
+def test_the_command_says_why_it_measures_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], own_cache: Path
+) -> None:
+    (own_cache / "profiles").write_text("a file where the folder should be")
+    assert tandem(monkeypatch, "profile", "--threads", "1", "--colocated") == 2
+    assert f"{own_cache / 'profiles'} can't be written; set TANDEM_CACHE" in capsys.readouterr().err
 
 
 def steps(profile: dict[str, Any]) -> list[dict[str, Any]]:

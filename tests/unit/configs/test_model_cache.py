@@ -32,6 +32,18 @@ def test_where_the_cache_is(own_cache: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert cache_dir() == Path.home() / ".cache" / "tandem"
 
 
+@pytest.mark.parametrize(("variable", "value"), [("TANDEM_CACHE", "~nobody-has-this-name/x"), ("HOME", None)])
+def test_a_cache_in_no_home(monkeypatch: pytest.MonkeyPatch, variable: str, value: str | None) -> None:
+    """As in a container that runs as a user without an entry in /etc/passwd."""
+    monkeypatch.delenv("TANDEM_CACHE")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 4_000_000)
+    if value is not None:
+        monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError, match="set TANDEM_CACHE to a folder that can be written"):
+        cache_dir()
+
+
 def test_a_checksum_is_remembered(weights: Path, own_cache: Path) -> None:
     assert file_sha256(weights) == sha256(b"one")
     path = entry(own_cache)

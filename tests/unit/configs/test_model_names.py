@@ -1,21 +1,22 @@
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
-import huggingface_hub
 import pytest
 from huggingface_hub import constants as hub_constants
-from huggingface_hub.errors import LocalEntryNotFoundError
 
 from configs.facts import WeightFormat
 from configs.models import is_here, list_models, resolve, resolve_for
 from configs.packaged import SMOLLM2
 from configs.schema import ClusterConfig
-from protocol.errors import ConfigError, UnavailableError
+from protocol.errors import ConfigError
 
 Files = Callable[..., Path]
 
@@ -27,6 +28,8 @@ def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     cache.mkdir()
     monkeypatch.setattr(hub_constants, "HF_HUB_CACHE", str(cache))
     monkeypatch.setattr(hub_constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_CACHE", str(cache))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     return cache
 
 
@@ -79,16 +82,7 @@ def test_a_hub_model_in_the_cache(hub_cache: Path, make_directory: Files) -> Non
 def test_a_hub_model_that_cant_be_fetched(hub_cache: Path, make_directory: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"can't fetch org/absent from the .* hub.*HF_HUB_OFFLINE is set") as offline:
         resolve("org/absent")
-
-    def is_away(*args: object, **options: object) -> str:
-        raise LocalEntryNotFoundError("no connection")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(huggingface_hub, "snapshot_download", is_away)
-        patched.setattr(hub_constants, "HF_HUB_OFFLINE", False)
-        with pytest.raises(UnavailableError, match="can't fetch org/absent from the Hugging Face hub") as away:
-            resolve("org/absent")
-    assert offline.value.param == away.value.param == "model"
+    assert offline.value.param == "model"
     folder = make_directory()
     (folder / "model.safetensors").unlink()
     put_into(hub_cache, "org/half", folder)
@@ -110,6 +104,26 @@ def test_list_models(hub_cache: Path, make_directory: Files, own_cache: Path) ->
     listed = list_models()
     assert [(model.name, model.path is not None) for model in listed] == [("smollm2", True), ("org/ours", True)]
     assert listed[0].num_bytes == 5
+
+
+@pytest.mark.parametrize("error", [PermissionError(errno.EACCES, "no"), OSError(errno.EIO, "no")])
+def test_a_cache_that_cant_be_entered(
+    hub_cache: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, error: OSError
+) -> None:
+    real = os.stat
+
+    def guarded(path: Any, *args: Any, **options: Any) -> os.stat_result:
+        if str(path).startswith(str(own_cache)):
+            raise error
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(os, "stat", guarded)
+    monkeypatch.setattr(os, "mkdir", Mock(side_effect=error))
+    assert not is_here("smollm2")
+    assert not is_here(str(own_cache / "model"))
+    assert [(model.name, model.path) for model in list_models()] == [("smollm2", None)]
+    with pytest.raises(ConfigError, match="can't be written: no; set TANDEM_CACHE to a folder that can"):
+        resolve("smollm2")
 
 
 @pytest.mark.parametrize(
