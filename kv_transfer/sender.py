@@ -51,6 +51,8 @@ class OutgoingTransfer:
     """One ticket's transfer as its sender sees it."""
 
     ticket: Ticket
+    mixed: bool = False
+    """Some of its KV was computed by another arithmetic than this worker's."""
     digests: defaultdict[int, bytes] = field(default_factory=lambda: defaultdict(bytes))
     """Fingerprints of what was sent so far, by lane."""
     sent_tokens: int = field(init=False)
@@ -76,7 +78,8 @@ class PushPart:
     def segment(self) -> PushSegment:
         """The part as it is announced to the peer."""
         ticket = self.transfer.ticket
-        return PushSegment(ticket.ticket_id, ticket.transfer_id, self.start, self.num_tokens, self.added)
+        mixed = self.transfer.mixed
+        return PushSegment(ticket.ticket_id, ticket.transfer_id, self.start, self.num_tokens, self.added, mixed)
 
     def span(self) -> TokenSpan:
         """The part as a lane sends it."""
