@@ -222,15 +222,15 @@ class SendingPair:
                 await self._send(push)
             except (TransportError, TandemError) as error:
                 log.warning("KV channel to %s broke: %s", self.peer.worker_id, error)
-                self.broken = True
-                self._fail(push)
-                while not self._pushes.empty():
-                    self._fail(self._pushes.get_nowait())
-                self._caller.close()
+                self._break(push)
                 return
             except asyncio.CancelledError:
                 self._fail(push)
                 raise
+            except Exception:  # want of memory, for instance: whoever waits for a push has to hear of it
+                log.exception("sending KV to %s failed", self.peer.worker_id)
+                self._break(push)
+                return
             self.pushes_in_flight -= 1
             push.done.set_result(None)
 
@@ -268,6 +268,14 @@ class SendingPair:
                 self.broken = True
                 return
             await asyncio.sleep(self._heartbeat_s)
+
+    def _break(self, push: _Push) -> None:
+        """This push has failed, and so have all after it."""
+        self.broken = True
+        self._fail(push)
+        while not self._pushes.empty():
+            self._fail(self._pushes.get_nowait())
+        self._caller.close()
 
     def _fail(self, push: _Push) -> None:
         push.posted.cancel()
