@@ -4,7 +4,7 @@
 
 A push is what one prefill step adds to the transfers of one decode worker. It is announced before the step computes, so
 that decode has posted its receives by the time the first layers are there, and these travel while the next are computed.
-A decode worker whose streams migrate pushes what its steps have computed before.
+What was cached goes before it, and a decode worker whose streams migrate pushes what its steps have computed before.
 Pushes leave in the order of their announcements: one pump task per pair and one thread per lane see to it.
 
 Who frees: nobody here. The worker keeps its blocks until `push` and `commit` have returned or raised. A pair that
@@ -44,6 +44,11 @@ from protocol.messages import (
 from protocol.wire import WireClient
 
 log = logging.getLogger(__name__)
+
+PIECE_TOKENS = 2048
+"""Tokens of one push of KV that was there before, at most: by them go the buffers of both sides, the time that a message takes,
+and how soon a sender hears that nobody waits any more.
+"""
 
 
 @dataclass
