@@ -107,7 +107,7 @@ class Migrations:
         known = target.num_prompt_tokens
         if not 0 <= target.held_tokens <= target.sent_from <= known < len(stream.token_ids) or target.block_size < 1:
             raise InvalidRequestError("the ticket was made for another stream")
-        return _Sending(router, message, stream, OutgoingTransfer(target))
+        return _Sending(router, message, stream, OutgoingTransfer(target, entry.mixed))
 
     async def _serve(self, sending: _Sending) -> None:
         message, stream = sending.message, sending.stream

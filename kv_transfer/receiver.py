@@ -160,7 +160,7 @@ class ReceivingPair:
             if destination is None:
                 refused.append(number)
             else:
-                destination.mixed |= self._foreign
+                destination.mixed |= self._foreign or segment.mixed
                 begun.append((segment, destination))
         if begun:
             segments, destinations = zip(*begun, strict=True)

@@ -3,6 +3,8 @@
 `RemoteSendRank` and `RemoteReceiveRank` are the first rank's view of another rank; `SendHost` and `ReceiveHost` answer there,
 by a `LocalSendRank` or `LocalReceiveRank` of theirs, and `LaneHost` by both. An error of the other rank, and its loss, is a
 broken lane here.
+
+A push ends here when it has ended there, where each of its messages has a deadline: until then the rank writes into the blocks.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -40,8 +42,16 @@ _Lane = TypeVar("_Lane", SendLane, ReceiveLane)
 _lane_ids = itertools.count(1)
 
 Handler = Callable[[Any], Awaitable[Any]]
-Ask = Callable[[Callable[[int], Any], type[Any]], Awaitable[Any]]
-"""Asks a rank the question that is built from a call id, and returns its answer of the given type. Raises TandemError."""
+
+
+class Ask(Protocol):
+    """Asks a rank a question."""
+
+    def __call__(self, build: Callable[[int], Any], kind: type[Any], *, until_lost: bool = False) -> Awaitable[Any]:
+        """Ask what `build` makes from a call id, and return the answer, which is a `kind`. Raises TandemError.
+
+        An answer is due in the time of a step, or, with `until_lost`, whenever the rank gives it.
+        """
 
 
 class RemoteSendRank:
@@ -94,9 +104,9 @@ class _RemoteLane:
         self.id = next(_lane_ids)
         self._ask = ask
 
-    async def ask(self, build: Callable[[int], Any], kind: type[_Answer]) -> _Answer:
+    async def ask(self, build: Callable[[int], Any], kind: type[_Answer], *, until_lost: bool = False) -> _Answer:
         try:
-            answer: _Answer = await self._ask(build, kind)
+            answer: _Answer = await self._ask(build, kind, until_lost=until_lost)
         except TransportUnavailableError:
             raise
         except TandemError as error:
@@ -104,11 +114,11 @@ class _RemoteLane:
         return answer
 
     async def send(self, step: int, spans: Sequence[TokenSpan]) -> list[bytes]:
-        done = await self.ask(lambda call_id: LaneSend(call_id, self.id, step, tuple(spans)), LaneDone)
+        done = await self.ask(lambda call_id: LaneSend(call_id, self.id, step, tuple(spans)), LaneDone, until_lost=True)
         return list(done.digests)
 
     async def receive(self, spans: Sequence[TokenSpan]) -> list[bytes]:
-        done = await self.ask(lambda call_id: LaneReceive(call_id, self.id, tuple(spans)), LaneDone)
+        done = await self.ask(lambda call_id: LaneReceive(call_id, self.id, tuple(spans)), LaneDone, until_lost=True)
         return list(done.digests)
 
     async def close(self) -> None:

@@ -4,7 +4,7 @@
 
 A push is what one prefill step adds to the transfers of one decode worker. It is announced before the step computes, so
 that decode has posted its receives by the time the first layers are there, and these travel while the next are computed.
-A decode worker whose streams migrate pushes what its steps have computed before.
+What was cached goes before it, and a decode worker whose streams migrate pushes what its steps have computed before.
 Pushes leave in the order of their announcements: one pump task per pair and one thread per lane see to it.
 
 Who frees: nobody here. The worker keeps its blocks until `push` and `commit` have returned or raised. A pair that
@@ -45,12 +45,19 @@ from protocol.wire import WireClient
 
 log = logging.getLogger(__name__)
 
+PIECE_TOKENS = 2048
+"""Tokens of one push of KV that was there before, at most: by them go the buffers of both sides, the time that a message takes,
+and how soon a sender hears that nobody waits any more.
+"""
+
 
 @dataclass
 class OutgoingTransfer:
     """One ticket's transfer as its sender sees it."""
 
     ticket: Ticket
+    mixed: bool = False
+    """Some of its KV was computed by another arithmetic than this worker's."""
     digests: defaultdict[int, bytes] = field(default_factory=lambda: defaultdict(bytes))
     """Fingerprints of what was sent so far, by lane."""
     sent_tokens: int = field(init=False)
@@ -76,7 +83,8 @@ class PushPart:
     def segment(self) -> PushSegment:
         """The part as it is announced to the peer."""
         ticket = self.transfer.ticket
-        return PushSegment(ticket.ticket_id, ticket.transfer_id, self.start, self.num_tokens, self.added)
+        mixed = self.transfer.mixed
+        return PushSegment(ticket.ticket_id, ticket.transfer_id, self.start, self.num_tokens, self.added, mixed)
 
     def span(self) -> TokenSpan:
         """The part as a lane sends it."""
@@ -219,15 +227,15 @@ class SendingPair:
                 await self._send(push)
             except (TransportError, TandemError) as error:
                 log.warning("KV channel to %s broke: %s", self.peer.worker_id, error)
-                self.broken = True
-                self._fail(push)
-                while not self._pushes.empty():
-                    self._fail(self._pushes.get_nowait())
-                self._caller.close()
+                self._break(push)
                 return
             except asyncio.CancelledError:
                 self._fail(push)
                 raise
+            except Exception:  # want of memory, for instance: whoever waits for a push has to hear of it
+                log.exception("sending KV to %s failed", self.peer.worker_id)
+                self._break(push)
+                return
             self.pushes_in_flight -= 1
             push.done.set_result(None)
 
@@ -265,6 +273,14 @@ class SendingPair:
                 self.broken = True
                 return
             await asyncio.sleep(self._heartbeat_s)
+
+    def _break(self, push: _Push) -> None:
+        """This push has failed, and so have all after it."""
+        self.broken = True
+        self._fail(push)
+        while not self._pushes.empty():
+            self._fail(self._pushes.get_nowait())
+        self._caller.close()
 
     def _fail(self, push: _Push) -> None:
         push.posted.cancel()

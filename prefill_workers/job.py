@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from engine.batch import Chunk
 from engine.grammar import Constraint
 from engine.scoring import PromptScores
-from kv_transfer.sender import OutgoingTransfer, SendingPair
+from kv_transfer.sender import OutgoingTransfer, PushPart, SendingPair
 from prefill_workers.scheduler import PlannedChunk, Prompt
 from protocol.audit import PromptRow
 from protocol.messages import Prefill, Prefilled
@@ -55,6 +55,10 @@ class Job:
         """What its router is told of the prompt, which took this long from its first chunk to the token."""
         prompt_logprobs = None if self.scores is None else self.scores.packed()
         return Prefilled(prefill_s, self.prompt.cached, prompt_logprobs, self.prompt.brought)
+
+    def part(self, start: int, end: int) -> PushPart:
+        """What a push sends of these tokens."""
+        return PushPart(self.transfer, self.prompt.block_table, start, end - start)
 
     def chunk(self, planned: PlannedChunk) -> Chunk:
         """What the engine computes of the prompt in the next step."""

@@ -90,7 +90,7 @@ class PlannedChunk:
 
     @property
     def handoff_start(self) -> int:
-        """Position at which the KV begins that this chunk adds to the handoff: the first chunk brings along what was cached."""
+        """Position at which the KV begins that this chunk adds to the handoff: what was cached goes with the first chunk."""
         return 0 if self.start == self.prompt.cached else self.start
 
     @property

@@ -19,7 +19,8 @@ from typing import Any
 from engine.batch import SampledToken
 from engine.sampler import finish_reason
 from engine.scoring import PromptScores
-from kv_transfer.sender import OutgoingTransfer, PushPart, SendingPair
+from kv_transfer.progress import STEP_OVER
+from kv_transfer.sender import PIECE_TOKENS, OutgoingTransfer, PushPart, SendingPair
 from prefill_workers.books import prefill_books
 from prefill_workers.checks import check_prefill
 from prefill_workers.fetching import Fetching
@@ -233,7 +234,7 @@ class PrefillWorker:
                 self._answer(job, output)
 
     def _push(self, step: int, jobs: Sequence[Job], plan: Sequence[PlannedChunk]) -> None:
-        """Announce this step's KV to every decode worker that gets some of it."""
+        """Announce this step's KV to every decode worker that gets some of it, and before it what was cached."""
         parts: dict[SendingPair, list[tuple[Job, PushPart]]] = {}
         now = time.monotonic()
         for job, chunk in zip(jobs, plan, strict=True):
@@ -241,8 +242,9 @@ class PrefillWorker:
             job.began = job.began or now
             start = max(chunk.handoff_start, job.message.ticket.sent_from)
             if job.pair is not None and start < chunk.end:
-                part = PushPart(job.transfer, chunk.prompt.block_table, start, chunk.end - start)
-                parts.setdefault(job.pair, []).append((job, part))
+                for at in range(start, chunk.start, PIECE_TOKENS):
+                    job.pair.push(STEP_OVER, [job.part(at, min(at + PIECE_TOKENS, chunk.start))])
+                parts.setdefault(job.pair, []).append((job, job.part(max(start, chunk.start), chunk.end)))
         for pair, items in parts.items():
             done = pair.push(step, [part for _, part in items])
             for job, _ in items:

@@ -66,11 +66,11 @@ class CallClient:
         """Send a message that has no answer. Raises WorkerLostError."""
         self._client.send(message)
 
-    async def ask(self, build: Callable[[int], Any], deadline_s: float) -> Any:
+    async def ask(self, build: Callable[[int], Any], deadline_s: float | None) -> Any:
         """Send the question `build(call_id)` and return its answer.
 
         Raises the error that a Failed answer carries, WorkerLostError if the connection is lost, and UnavailableError if no
-        answer comes within `deadline_s`.
+        answer comes within `deadline_s`. Without a deadline only the loss of the connection ends the wait.
         """
         if self._lost is not None:
             raise WorkerLostError(self._lost)

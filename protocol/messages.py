@@ -641,6 +641,8 @@ class PushSegment:
     num_tokens: int
     added: tuple[int, ...] = ()
     """Tokens that follow those for which the ticket stands by now: a stream that migrates goes on meanwhile."""
+    mixed: bool = False
+    """Some of the KV that the sender has of this transfer was computed by another arithmetic than its own."""
 
 
 @message(32)

@@ -38,7 +38,7 @@ from protocol.sockets import HANDSHAKE_S, LoopSocket, client_socket, server_sock
 
 log = logging.getLogger(__name__)
 
-WIRE_VERSION = b"tandem/12"
+WIRE_VERSION = b"tandem/13"
 _NONCE_BYTES = 32
 _NOT_KNOWN = b""
 _MAX_UNPROVEN = 1024

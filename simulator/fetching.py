@@ -26,7 +26,7 @@ MOST_AT_ONCE = 4
 MOST_LOANS, MOST_SHARE = 16, 0.5
 """Fetches that one worker serves at once, as in `kv_transfer.fetching.lender`."""
 PIECE_TOKENS = 2048
-"""Tokens that are sent at once, as there."""
+"""Tokens that are sent at once, as in `kv_transfer.sender`."""
 
 
 class Link:

@@ -137,18 +137,19 @@ class Gang:
         ranks = range(1, self.size)
         return [asyncio.ensure_future(self.ask(rank, build, StepDone, self._step_s)) for rank in ranks]
 
-    async def ask(self, rank: int, build: Callable[[int], Any], kind: type[_Answer], deadline_s: float) -> _Answer:
+    async def ask(self, rank: int, build: Callable[[int], Any], kind: type[_Answer], deadline_s: float | None) -> _Answer:
         """Ask one rank the question that `build` makes from a call id, and return its answer of type `kind`.
 
         Raises the error that the rank answers with, WorkerLostError if it is lost, or UnavailableError after `deadline_s`
-        seconds.
+        seconds. Without a deadline the rank is waited for until it is lost.
         """
         return expect(await self._callers[rank - 1].ask(build, deadline_s), kind)
 
-    def askers(self) -> list[Callable[[Callable[[int], Any], type[Any]], Awaitable[Any]]]:
-        """Return a function for each rank but the first that asks it a question, for the KV lanes that end there.
+    def askers(self) -> list[Callable[..., Awaitable[Any]]]:
+        """Return a function for each rank but the first that asks it a question, for the KV lanes that end there
+        (`kv_transfer.remote_lanes.Ask`).
 
-        The deadline is that of a step.
+        The deadline is that of a step, or none where the rank has its own.
         """
         return [self._asker(rank) for rank in range(1, self.size)]
 
@@ -176,8 +177,11 @@ class Gang:
                 rank = 1 + self._reading.index(lost.pop())
                 raise WorkerLostError(f"rank {rank} of {self.size} is lost")
 
-    def _asker(self, rank: int) -> Callable[[Callable[[int], Any], type[Any]], Awaitable[Any]]:
-        return lambda build, kind: self.ask(rank, build, kind, self._step_s)
+    def _asker(self, rank: int) -> Callable[..., Awaitable[Any]]:
+        async def ask(build: Callable[[int], Any], kind: type[_Answer], *, until_lost: bool = False) -> _Answer:
+            return await self.ask(rank, build, kind, None if until_lost else self._step_s)
+
+        return ask
 
     def _told(self, rank: int) -> Callable[[Any], None]:
         def on_message(message: Any) -> None:

@@ -16,15 +16,13 @@ from typing import Any
 from kv_transfer.peers import DecodePeers
 from kv_transfer.pinning import Pinned, PinningCache
 from kv_transfer.progress import STEP_OVER
-from kv_transfer.sender import OutgoingTransfer, PushPart
+from kv_transfer.sender import PIECE_TOKENS, OutgoingTransfer, PushPart
 from protocol.cache.fetch import Fetch, Fetched
 from protocol.errors import InvalidRequestError, KvTransferError, OverloadedError, TandemError
 from protocol.messages import Failed
 
 log = logging.getLogger(__name__)
 
-PIECE_TOKENS = 2048
-"""Tokens of one push, at most: by them go the buffers of both sides, and how soon a lender hears that nobody waits any more."""
 MOST_LOANS = 16
 """Fetches that one worker serves at once."""
 MOST_SHARE = 0.5

@@ -9,6 +9,7 @@ killed leave it: the end of their cluster removes it then, or the next worker wi
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -52,7 +53,7 @@ class Occupied:
         if fd < 0:
             return
         if not self._keep and _lock(fd, fcntl.LOCK_EX):
-            shutil.rmtree(self._folder, ignore_errors=True)
+            _remove(self._folder)
         os.close(fd)
 
     def _opened(self, described: bytes) -> bool:
@@ -62,13 +63,22 @@ class Occupied:
             self._fd = os.open(self._folder / _IN_USE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except FileNotFoundError:
             return False
+        except OSError as error:
+            raise self._unusable(error) from None
         if _lock(self._fd, fcntl.LOCK_EX):
-            os.truncate(self._fd, 0)
-            os.pwrite(self._fd, described, 0)
+            try:
+                os.truncate(self._fd, 0)
+                os.pwrite(self._fd, described, 0)
+            except OSError as error:
+                os.close(self._fd)
+                raise self._unusable(error) from None
         if _lock(self._fd, fcntl.LOCK_SH) and self._is_there():
             return True
         os.close(self._fd)
         return False
+
+    def _unusable(self, error: OSError) -> ConfigError:
+        return ConfigError(f"{self._folder}: can't be written: {error.strerror}", param="kv_offloading")
 
     def _is_there(self) -> bool:
         try:
@@ -96,7 +106,7 @@ def remove_left() -> list[Path]:
             continue
         try:
             if _lock(fd, fcntl.LOCK_EX):
-                shutil.rmtree(folder, ignore_errors=True)
+                _remove(folder)
                 removed.append(folder)
         finally:
             os.close(fd)
@@ -110,6 +120,19 @@ def remove_left_in_time() -> None:
     while _folders() and time.monotonic() < until:
         time.sleep(_LOOK_S)
         remove_left()
+
+
+def _remove(folder: Path) -> None:
+    """The file that tells whether somebody uses the folder goes last: a removal that is cut off can be completed."""
+    with contextlib.suppress(OSError):
+        with os.scandir(folder) as found:
+            entries = list(found)
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry, ignore_errors=True)
+            elif entry.name != _IN_USE:
+                os.unlink(entry)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _folders() -> list[Path]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.ranks.store import RelayStore
 from kv_transfer.pool_view import PoolView
-from kv_transfer.transport import ReceiveChannel, SendChannel, TransportError
+from kv_transfer.transport import LackError, ReceiveChannel, SendChannel, TransportError
 from kv_transfer.transports.sealed import KEY_BYTES, SealedPipe, new_key
 from kv_transfer.transports.staged import StagedReceiver, StagedSender
 from protocol.errors import first_line
@@ -35,7 +35,10 @@ class _GlooPipe:
     def __init__(self, store: RelayStore, rank: int, host: str, deadline_s: float) -> None:
         options = _gloo._Options()
         options._timeout = timedelta(seconds=deadline_s)
-        options._devices = [_gloo.create_device(hostname=host)]
+        try:
+            options._devices = [_gloo.create_device(hostname=host)]
+        except RuntimeError as error:
+            raise LackError(f"gloo could not listen on {host}: {first_line(error)}") from None
         try:
             self._group: Any = _gloo(store, rank, 2, options)
         except (RuntimeError, TimeoutError) as error:

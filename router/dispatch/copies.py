@@ -6,7 +6,8 @@
 A copy takes room from nobody: once it is complete, it lies in the other worker's prefix cache and goes when the blocks are
 needed. The next copy sends only what this one has not. Each worker copies one stream at a time, the one with the most to lose
 first, so a worker that has little time copies less often. A stream keeps one place for its copies as long as that worker is up,
-and goes on there when its own dies (`router.rules.pair`).
+and goes on there when its own dies (`router.rules.pair`). KV of several arithmetics would be cached for nobody, so it is not
+copied.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ class Copies:
         found: defaultdict[WorkerLink, list[Running]] = defaultdict(list)
         not_now = self._busy.union(self._roster.to_empty())
         for each in self._running:
-            if each.claim.decode not in not_now and each.goes_on and self._uncopied(each) >= every:
+            wanted = each.goes_on and not each.journal.mixed and self._uncopied(each) >= every
+            if wanted and each.claim.decode not in not_now:
                 found[each.claim.decode].append(each)
         for due in found.values():
             due.sort(key=self._uncopied, reverse=True)

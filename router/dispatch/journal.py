@@ -90,6 +90,9 @@ class Journal:
     """`WorkerRef.computation` of the worker that computed it last; None if none has yet, or another router saw to it."""
     exact: bool = True
     """All of it was computed by one arithmetic, with the same weights, as far as is known."""
+    mixed: bool = False
+    """Some of its KV was computed by another arithmetic or weights than those of its decode worker, where it so is cached for
+    nobody."""
 
     def record(self, tokens: Tokens) -> Tokens:
         """Note tokens *before* they leave the router: what is noted is never asked for again, so nothing is said twice."""
@@ -100,6 +103,8 @@ class Journal:
     def comes_to(self, computation: str, way: Way) -> Reason | None:
         """Note what computes the choice from now on. If that makes it inexact, return why, the first time."""
         reason = why_inexact(self.computation, computation, way) if self.exact else None
+        came = way in ("handoff", "migration")
+        self.mixed = came and (self.mixed or self.computation not in (None, computation))
         self.computation = computation
         self.exact = self.exact and reason is None
         return reason

@@ -93,6 +93,24 @@ def test_each_copy_sends_what_the_last_one_has_not(small_model: ModelFacts) -> N
     run(scenario())
 
 
+def test_kv_of_another_arithmetic_is_neither_copied_nor_cached_where_it_moves(small_model: ModelFacts) -> None:
+    """Two decode workers of one arithmetic, and a prompt that another one has computed."""
+
+    async def scenario() -> None:
+        async with run_many_decodes(small_model, 2, COPYING, ranks=(2, 2)) as many:
+            asking, said, source = await started(many, 400)
+            await many.until(lambda: len(said.token_ids) > 8 * EVERY)
+            many.controller.mark(source, WorkerState.DRAINING)
+            await many.until(lambda: many.moves() == {"moved": 1})
+            many.controller.mark(source, WorkerState.READY)
+            await asking
+            assert many.inexact() == {"mixed_kv": 1}
+            assert many.copies() == {}
+            assert [worker.core.cache.num_cached for worker in many.decodes.values()] == [0, 0]
+
+    run(scenario())
+
+
 @pytest.mark.slow
 def test_a_stream_moves_to_its_copy_and_has_the_next_one_elsewhere(small_model: ModelFacts) -> None:
     async def scenario() -> None:

@@ -17,6 +17,7 @@ from protocol.cache.reset import CacheReset
 from protocol.errors import ConfigError, TandemError, WorkerLostError
 from protocol.gang import RunStep
 from protocol.messages import FetchFrom, Release, Role
+from protocol.ticket import TicketState
 from protocol.wire import WireServer
 from tests.fault.scenarios import Reference, greedy, prompt_of, run
 from tests.fault.two_gangs import CPU, HOST, run_gangs
@@ -87,6 +88,35 @@ def test_a_cancelled_prompt_and_a_broken_lane_leave_nothing(small_model: ModelFa
                 workers.network.faults = Faults()
                 await workers.until(workers.all_free)
                 assert await router.generate(prompt_of(60, shift), greedy(4)) == reference(prompt_of(60, shift), 4)
+            await workers.until(workers.all_free)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("role", list(Role))
+def test_a_push_that_takes_longer_than_a_step_may_is_waited_for(
+    small_model: ModelFacts, reference: Reference, role: Role
+) -> None:
+    """Each of its messages has a deadline at the rank, which writes into the blocks, or reads them, for as long as it lasts."""
+
+    async def scenario() -> None:
+        async with run_gangs(small_model, 2, 2) as (workers, _):
+            router = await workers.router()
+            assert await router.generate(prompt_of(20), greedy(4)) == reference(prompt_of(20), 4)
+            gang = (workers.prefill if role is Role.PREFILL else workers.decode).core.gang
+            step_s, prompt = gang._step_s, prompt_of(30, 1)
+            ticket = await router.reserve(prompt, 8)
+            workers.network.faults = Faults(delay_s=2.5)
+            computing = asyncio.create_task(router.compute(ticket, prompt, greedy(8)))
+            entry = workers.decode.ledger.find(ticket.ticket_id)
+            assert entry is not None
+            gang._step_s = 1.2
+            first = await computing
+            await workers.until(lambda: entry.state in (TicketState.COMMITTED, TicketState.ABORTED))
+            gang._step_s, workers.network.faults = step_s, Faults()
+            await router.attach(ticket, first, greedy(8))
+            assert [first.token_id, *await router.rest(ticket)] == reference(prompt, 8)
+            router.release(ticket)
             await workers.until(workers.all_free)
 
     run(scenario())

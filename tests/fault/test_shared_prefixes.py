@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from configs.schema import ClusterConfig
+from kv_transfer.sender import PushPart, SendingPair
 from kv_transfer.transports.loopback import Faults
+from prefill_workers import worker as prefill_worker
+from protocol.cache.reset import CacheReset
 from protocol.errors import TandemError
 from protocol.messages import FirstToken, Release
 from tests.fault.scenarios import Factory, Reference, greedy, prompt_of, run, seeds
@@ -100,6 +105,38 @@ def test_what_decode_holds_is_not_sent(two_workers: Factory, reference: Referenc
             assert workers.network.bytes_sent - sent == length % BLOCK_SIZE * token_bytes
             assert workers.decode.core.arrivals.stats.committed == 2
             assert workers.decode.core.load().prefix_cache_hits == length // BLOCK_SIZE * BLOCK_SIZE
+            await workers.until(workers.all_free)
+
+    run(scenario())
+
+
+def test_what_prefill_has_cached_leaves_in_pieces(
+    two_workers: Factory, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The buffers of both sides grow with the largest push, and each of its messages has one deadline."""
+    pushed: list[tuple[int, int]] = []
+    push = SendingPair.push
+
+    def noted(pair: SendingPair, step: int, parts: Sequence[PushPart]) -> Any:
+        pushed.extend((part.start, part.start + part.num_tokens) for part in parts)
+        return push(pair, step, parts)
+
+    monkeypatch.setattr(SendingPair, "push", noted)
+    monkeypatch.setattr(prefill_worker, "PIECE_TOKENS", 32)
+
+    async def scenario() -> None:
+        async with two_workers() as workers:
+            router = await workers.router()
+            prompt = prompt_of(150)
+            await first_and_rest(router, prompt[:24], 8)
+            first, tokens = await first_and_rest(router, prompt, 8)
+            assert (first.prefilled.cached_tokens, tokens) == (24, reference(prompt, 8))
+            await router.decode.ask(lambda call_id: CacheReset(call_id, None), 5)
+            for held, borders in ((0, [0, 32, 64, 96, 128, 144, 150]), (144, [144, 150])):
+                pushed.clear()
+                again, tokens = await first_and_rest(router, prompt, 8)
+                assert (again.prefilled.cached_tokens, tokens) == (144, reference(prompt, 8)), f"decode holds {held}"
+                assert pushed == list(itertools.pairwise(borders))
             await workers.until(workers.all_free)
 
     run(scenario())

@@ -13,6 +13,7 @@ from kv_transfer.pool_view import CpuPoolView, PoolView, Slots
 from kv_transfer.sender import OutgoingTransfer, PushPart, SendingPair
 from kv_transfer.transport import ReceiveChannel, ReceiveTransport
 from kv_transfer.transports.loopback import Faults, LoopbackNetwork
+from kv_transfer.transports.staged import StagedSender
 from protocol.errors import KvTransferError, TandemError
 from tests.unit.kv_transfer.two_ends import (
     BLOCK_SIZE,
@@ -128,6 +129,31 @@ def test_damage_in_memory_is_caught_before_the_commit(kind: str, damage: Damage)
             assert w.decode.committed == []
             assert w.decode.blocks.num_free == BLOCKS
             await pair.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("error", [RuntimeError("can't allocate memory"), OverflowError("Max 2**31 - 1 bytes"), MemoryError()])
+def test_a_sender_that_fails_in_a_way_that_no_transport_foresees_breaks_the_pair(error: Exception) -> None:
+    """Whoever waits for a push on it hears that it has failed, also one that comes later."""
+
+    def fail(*_: object) -> None:
+        raise error
+
+    async def scenario() -> None:
+        async with world([LoopbackNetwork()]) as w:
+            pair = await w.pair()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(StagedSender, "send", fail)
+                tickets = [w.decode.ticket(8)[0] for _ in range(2)]
+                pushes = [pair.push(DONE, [PushPart(OutgoingTransfer(ticket), [1, 2], 0, 8)]) for ticket in tickets]
+                for push in (*pushes, pair.push(DONE, [])):
+                    with pytest.raises(KvTransferError):
+                        await asyncio.wait_for(push, 5)
+            assert pair.broken
+            assert pair.pushes_in_flight == 0
+            await pair.close()
+            await until(lambda: w.decode.blocks.num_free == BLOCKS)
 
     asyncio.run(scenario())
 

@@ -55,6 +55,25 @@ def test_two_interleaved_prompts_arrive_exactly(kind: Kind) -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("mixed", [False, True])
+def test_kv_of_another_arithmetic_is_cached_for_nobody_however_it_came_to_its_sender(mixed: bool) -> None:
+    """The sender computes as the receiver does, but some of what it sends it got from a worker that does not."""
+
+    async def scenario() -> None:
+        async with world([LoopbackNetwork()]) as w:
+            pair = await w.pair()
+            ticket, entry = w.decode.ticket(8)
+            transfer = OutgoingTransfer(ticket, mixed=mixed)
+            for start in (0, 4):
+                await pair.push(DONE, [PushPart(transfer, [1, 2], start, 4)])
+            await pair.commit(transfer)
+            assert entry.mixed is mixed
+            assert w.decode.blocks.num_cached == (0 if mixed else 2)
+            await pair.close()
+
+    asyncio.run(scenario())
+
+
 @EVERY_TRANSPORT
 def test_a_commit_does_not_wait_for_the_next_prompt(kind: Kind) -> None:
     """The next push is announced when its step begins, and ends with it: nobody's second token waits for that."""

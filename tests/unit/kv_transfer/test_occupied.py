@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,3 +67,62 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert sorted(tmp_path.iterdir()) == sorted([lives, foreign])
     there.leave()
     assert list(tmp_path.iterdir()) == [foreign]
+
+
+class KilledError(BaseException):
+    """The process ends here."""
+
+
+def killed_after(calls: int, patch: pytest.MonkeyPatch) -> None:
+    """Have the process end when it has removed so many files and folders, where `in_use` is listed first."""
+    left, scandir = calls, os.scandir
+
+    def counted(call: Callable[..., None]) -> Callable[..., None]:
+        def remove(*args: Any, **kwargs: Any) -> None:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise KilledError
+            call(*args, **kwargs)
+
+        return remove
+
+    patch.setattr(os, "scandir", lambda path: nullcontext(sorted(scandir(path), key=lambda entry: entry.name != "in_use")))
+    for name in ("unlink", "rmdir"):
+        patch.setattr(os, name, counted(getattr(os, name)))
+
+
+@pytest.mark.parametrize("calls", range(0, 24, 3))
+def test_a_removal_that_is_cut_off_anywhere_is_completed_by_the_next_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: int
+) -> None:
+    folder = memory_folder(SECRET)
+    occupied_folder = Occupied(folder, b"x", keep=False)
+    for name in "0123456789ab":
+        (folder / name).mkdir()
+        (folder / name / "block").write_text("kv")
+        (folder / f"index-{name}.db").write_text("rows")
+    fd = occupied_folder._fd
+    with monkeypatch.context() as patch:
+        killed_after(calls, patch)
+        with pytest.raises(KilledError):
+            occupied_folder.leave()
+    os.close(fd)  # as the kernel does
+    assert any(folder.rglob("block"))
+    assert remove_left() == [folder]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("call", ["truncate", "pwrite", "open"])
+def test_a_full_disk_is_a_refusal_and_leaves_the_folder_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    folder = tmp_path / "kv"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, full)
+        with pytest.raises(ConfigError, match="kv: can't be written: No space left on device"):
+            Occupied(folder, b"x", keep=True)
+    Occupied(folder, b"x", keep=True).leave()

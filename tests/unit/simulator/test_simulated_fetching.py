@@ -6,6 +6,7 @@ import pytest
 
 from engine.memory.prefix_cache import PrefixCache
 from kv_transfer.fetching import lender
+from kv_transfer.sender import PIECE_TOKENS
 from prefill_workers import fetching as real_fetching
 from protocol.cache.news import NEWS_GAP_S, CacheNews
 from simulator import fetching
@@ -117,7 +118,7 @@ def test_a_lender_refuses_what_it_does_not_have_and_too_many_at_once() -> None:
 
 
 def test_fetches_have_the_limits_of_real_ones() -> None:
-    assert (fetching.MOST_LOANS, fetching.PIECE_TOKENS) == (lender.MOST_LOANS, lender.PIECE_TOKENS)
+    assert (fetching.MOST_LOANS, fetching.PIECE_TOKENS) == (lender.MOST_LOANS, PIECE_TOKENS)
     assert fetching.MOST_AT_ONCE == real_fetching._MOST_AT_ONCE
 
 

@@ -55,6 +55,24 @@ def test_each_change_is_compared_with_the_one_before() -> None:
     assert stream.comes_to(OTHER, "migration") == "resumed"
 
 
+def test_kv_is_mixed_until_it_is_computed_anew() -> None:
+    stream = journal()
+    steps: list[tuple[str, Way, bool]] = [
+        (ONE, "prefill", False),
+        (ONE, "handoff", False),
+        (OTHER, "migration", True),
+        (OTHER, "migration", True),
+        (OTHER, "resumption", False),
+        (ONE, "handoff", True),
+        (ONE, "migration", True),
+        (ONE, "resumption", False),
+        (ONE, "handoff", False),
+    ]
+    for computation, way, mixed in steps:
+        stream.comes_to(computation, way)
+        assert stream.mixed is mixed
+
+
 @pytest.mark.parametrize(("way", "reason"), [("handoff", "mixed_kv"), ("migration", "resumed"), ("resumption", "resumed")])
 def test_the_same_arithmetic_with_other_weights_is_something_else(way: Way, reason: Reason) -> None:
     one, other = (WorkerRef("worker-0", 1, "tcp://here:1", arithmetic=ONE, weights=weights) for weights in ("ab12", "cd34"))
