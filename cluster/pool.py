@@ -362,6 +362,11 @@ class Pool:
         return actions
 
     @property
+    def num_leaving(self) -> int:
+        """Number of workers that leave their nodes, and have not left yet."""
+        return len(self._going())
+
+    @property
     def any_leaving(self) -> bool:
         """Whether workers leave their nodes, or are missing because some have."""
         return bool(self._going() or self.num_missing)

@@ -197,10 +197,17 @@ class Pools:
             self._check_others_compute(worker_id)
         return pool.drain(worker_id, restart=restart) + self._hand_on_both()
 
-    def heed(self, told: Mapping[WorkerLife, Leaving], now: float, check_room: CheckRoom) -> list[Action]:
+    def heed(
+        self,
+        told: Mapping[WorkerLife, Leaving],
+        now: float,
+        check_room: CheckRoom,
+        check_growing: CheckRoom | None = None,
+    ) -> list[Action]:
         """Have these lives leave their nodes, which will go, and go on with those that do so already.
 
-        `now` is in seconds since 1970. Others begin in their place as far as `check_room` finds room for them.
+        `now` is in seconds since 1970. Others begin in their place as far as `check_room` finds room for them on the nodes that
+        stay. In the place of those that have left, they do as far as `check_growing` finds some, on nodes that may join.
         """
         actions: list[Action] = []
         for life, leaving in told.items():
@@ -208,7 +215,7 @@ class Pools:
             actions += [] if pool is None else pool.leave(*life, leaving)
         actions += self._hand_on_both()
         for pool in (*self._serving(), self._standby):
-            begun, no_room = self._begin_missing(pool, check_room)
+            begun, no_room = self._begin_missing(pool, check_room, check_growing or check_room)
             others = [each for each in self._serving() if each.role is pool.role and each.revision != pool.revision]
             actions += begun + pool.due(now, no_room, others_ready=sum(each.num_ready for each in others))
         return actions
@@ -218,13 +225,14 @@ class Pools:
         """Whether workers leave their nodes, or are missing because some have."""
         return any(pool.any_leaving for pool in (*self._serving(), self._standby))
 
-    def _begin_missing(self, pool: Pool, check_room: CheckRoom) -> tuple[list[Action], str | None]:
+    def _begin_missing(self, pool: Pool, check_room: CheckRoom, check_growing: CheckRoom) -> tuple[list[Action], str | None]:
         """As many as there is room for, and why there is none for the next one."""
         actions: list[Action] = []
         while pool.num_missing:
             sizes = self._placed()
+            check = check_growing if pool.num_missing > pool.num_leaving else check_room
             try:
-                check_room({**sizes, pool.role: sizes[pool.role] + 1}, (pool.role,))
+                check({**sizes, pool.role: sizes[pool.role] + 1}, (pool.role,))
             except InvalidRequestError as error:
                 return actions, error.message
             actions += pool.begin_missing()

@@ -129,10 +129,12 @@ class Supervisor:
         """Have this worker do this work from now on; returns at once. Raises as `Pools.flip`."""
         self._obey(self._pools.flip(worker_id, duty))
 
-    def heed(self, told: Mapping[WorkerLife, Leaving], now: float, check_room: CheckRoom) -> None:
+    def heed(
+        self, told: Mapping[WorkerLife, Leaving], now: float, check_room: CheckRoom, check_growing: CheckRoom | None = None
+    ) -> None:
         """Empty the workers whose nodes will go, in time; returns at once. As `Pools.heed`: call it again until none leaves."""
         before = self._pools.workers()
-        actions = self._pools.heed(told, now, check_room)
+        actions = self._pools.heed(told, now, check_room, check_growing)
         for action in actions:
             if isinstance(action, Drain):
                 log.info("%s epoch %d drains: its node leaves", action.worker_id, action.epoch)

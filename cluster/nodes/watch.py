@@ -82,10 +82,10 @@ class NodeWatch:
             if not self._told and not self._supervisor.any_leaving:
                 return
             lives = await self._places.leave_nodes(self._told.keys())
-            room = await self._places.room(grows=False)
+            room, growing = await self._places.room(grows=False), await self._places.room(grows=True)
             await asyncio.to_thread(self._clear, self._told.keys() - set(lives.values()))
         told = {life: self._told[node] for life, node in lives.items() if node in self._told}
-        self._supervisor.heed(told, time.time(), room.check)
+        self._supervisor.heed(told, time.time(), room.check, growing.check)
 
     def _of(self, node: DrainedNode) -> Leaving:
         """What a node says, and when it said so first. One that names another time has said something new."""

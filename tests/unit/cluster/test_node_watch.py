@@ -31,7 +31,8 @@ class ScriptedNodes:
         self.left: Collection[str] = ()
         self.cleared: Collection[str] = ()
         self.away = False
-        self._workers = workers
+        self._workers = self.grown = workers
+        """Workers for which the nodes have room, and for which those have that may join."""
 
     def drained_nodes(self) -> list[DrainedNode]:
         if self.away:
@@ -46,8 +47,7 @@ class ScriptedNodes:
         self.cleared = set(nodes)
 
     async def room(self, *, grows: bool) -> Room:
-        assert not grows, "a worker that leaves can't wait for a node that may never come"
-        return room(config(), self._workers)
+        return room(config(), self.grown if grows else self._workers)
 
 
 Scene = Callable[[Supervisor, ScriptedLauncher, ScriptedNodes, NodeWatch], Coroutine[Any, Any, None]]
@@ -123,9 +123,27 @@ def test_without_room_it_says_so_and_begins_one_when_there_is_some() -> None:
         assert "no other has room: decode: 2 workers do not fit" in str(leaving.last_error)
         launcher.processes["worker-2", 1].idle.set()
         await seen(supervisor, lambda view: len(view.workers) == 2)
-        nodes.drained, nodes._workers = [], 3
+        nodes.drained, nodes._workers, nodes.grown = [], 3, 3
         await watch.look()
         await seen(supervisor, lambda view: len(view.workers) == 3 and all_ready(view))
+
+    watched(scene, workers=2)
+
+
+def test_a_worker_that_has_left_has_a_node_added_and_one_that_leaves_does_not_wait_for_it() -> None:
+    async def scene(supervisor: Supervisor, launcher: ScriptedLauncher, nodes: ScriptedNodes, watch: NodeWatch) -> None:
+        nodes.grown = 3
+        nodes.homes = {WorkerLife("worker-2", 1): "b"}
+        nodes.drained = [DrainedNode("b", "10.0.0.2", time.time() + 100)]
+        await watch.look()
+        assert len(supervisor.view().workers) == 3, "nobody begins who waits for a node that may never come"
+        launcher.processes["worker-2", 1].idle.set()
+        await seen(supervisor, lambda view: len(view.workers) == 2)
+        nodes.homes, nodes.drained = {}, []
+        await watch.look()
+        view = await seen(supervisor, all_ready)
+        assert one(view, "worker-2").epoch == 2
+        assert not supervisor.any_leaving
 
     watched(scene, workers=2)
 

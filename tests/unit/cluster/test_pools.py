@@ -282,6 +282,20 @@ def test_as_many_are_replaced_as_there_is_room_for() -> None:
     assert pools.heed(leaving, 3.0, for_at_most(3)) == [Start("worker-4", 1, 0.0)], "a node has joined"
 
 
+def test_one_that_has_left_is_replaced_where_a_node_may_join() -> None:
+    pools = started(1, 3)
+    leaving = told("worker-1", "worker-2")
+    assert pools.heed(leaving, 1.0, for_at_most(2), anything_fits) == [Drain("worker-1", 1), Drain("worker-2", 1)]
+    assert pools.heed({}, 2.0, for_at_most(2), anything_fits) == [], "both are there yet: nodes that stay have to do"
+    pools.tell("worker-1", partial(Pool.drained, worker_id="worker-1", epoch=1))
+    assert pools.heed({}, 3.0, for_at_most(2), anything_fits) == [Start("worker-1", 2, 0.0)], "one of the two is gone"
+    assert pools.heed({}, 4.0, for_at_most(2), anything_fits) == []
+    pools.tell("worker-2", partial(Pool.drained, worker_id="worker-2", epoch=1))
+    assert pools.heed({}, 5.0, for_at_most(2), for_at_most(2)) == [], "nodes come for some workers only"
+    assert pools.heed({}, 6.0, for_at_most(2), anything_fits) == [Start("worker-2", 2, 0.0)]
+    assert not pools.any_leaving
+
+
 def test_one_that_drains_on_a_node_that_stays_takes_room_to_its_end() -> None:
     pools = started(1, 3)
     pools.drain("worker-3", restart=False)
@@ -538,7 +552,7 @@ def die(pools: Pools, worker_id: str) -> list[Action]:
     return pools.tell(worker_id, partial(Pool.lost, worker_id=worker_id, epoch=pools.epochs[worker_id], error="killed"))
 
 
-MOVES = st.sampled_from(["flip", "flip", "die", "born", "drain", "restart", "scale", "leave", "heed", "again"])
+MOVES = st.sampled_from(["flip", "flip", "die", "born", "drain", "restart", "scale", "leave", "heed", "grow", "again"])
 MOVE = st.tuples(MOVES, st.integers(0, 5), st.sampled_from(list(Duty)), st.integers(0, 3), st.booleans())
 
 
@@ -574,12 +588,22 @@ def test_whatever_is_asked_somebody_computes_prompts_and_somebody_decodes(
                     pools.heed({WorkerLife(info.worker_id, info.epoch): Leaving(0.0, 100.0)}, 1.0, check_room)
                 case "heed":
                     pools.heed({}, 100.0, check_room)
+                case "grow":
+                    pools.heed({}, 1.0, nothing_fits, anything_fits)
+                    check_replaced(pools)
                 case "again":
                     pools = Pools(pools.config, pools.records(), pools.standby_record(), pools.epochs)
                     assert pools.workers() == infos
         check_covered(pools)
         kept = others if move in ("die", "restart", "leave") else before
         assert kept <= served_by(pools.workers())
+
+
+def check_replaced(pools: Pools) -> None:
+    """No worker is missing but those in whose place one is that has not left its node yet."""
+    for record in pools.records().values():
+        staying = sum(not member.leaves for member in record.members)
+        assert record.desired <= staying + sum(member.leaving is not None for member in record.members)
 
 
 def check_covered(pools: Pools) -> None:
