@@ -64,6 +64,8 @@ class Supervisor:
         """Version of the view. It starts at the clock's time, since watchers may know versions of a former supervisor."""
         self._saved_version = 0
         self._saving = asyncio.Lock()
+        self._saver: asyncio.Task[None] | None = None
+        """Records the latest changes."""
         self._news = asyncio.Event()
         self._refused: ConfigError | None = None
         self._stopping = False
@@ -252,7 +254,8 @@ class Supervisor:
                     log.info("%s is %s from now on", life.worker_id, duty.in_words)
                     self._spawn(self._take_role(life))
         self._changed()
-        self._spawn(self._save())
+        if self._saver is None or self._saver.done():
+            self._saver = self._spawn(self._keep_saved())
 
     def _changed(self) -> None:
         """Let everybody know that the view is another one."""
@@ -263,6 +266,11 @@ class Supervisor:
     def _begin(self, life: WorkerLife, delay_s: float) -> None:
         task = self._lives[life] = asyncio.get_running_loop().create_task(self._live(*life, delay_s))
         task.add_done_callback(lambda done: self._over(life, done))
+
+    async def _keep_saved(self) -> None:
+        """Returns when nothing is known that is not recorded. It is one task for all changes, also while the store is away."""
+        while self._saved_version < self._version:
+            await self._save()
 
     async def _save(self) -> None:
         """Returns when what is known now is recorded."""
@@ -404,10 +412,11 @@ class Supervisor:
             await self._launcher.release(worker_id)
         log.info("%s epoch %d is gone", worker_id, epoch)
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._reap)
+        return task
 
     def _reap(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

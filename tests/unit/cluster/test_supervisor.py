@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from cluster.launcher import Process, Started
 from cluster.records import ClusterRecord
 from cluster.supervisor import Supervisor
 from configs.schema import ClusterConfig, DecodeConfig, HttpConfig, LimitsConfig, PrefillConfig
-from protocol.cluster_view import ClusterView, WorkerInfo, WorkerState
+from protocol.cluster_view import ClusterView, RolloutPhase, RolloutState, WorkerInfo, WorkerState
 from protocol.errors import ConfigError, InvalidRequestError, UnavailableError, WorkerLostError
 from protocol.messages import Duty, Role, WorkerLife, WorkerRef
 
@@ -312,6 +313,39 @@ def test_scaling_down_a_starting_worker_ends_it_at_once() -> None:
         assert one(view, "worker-1").epoch == 2
 
     supervised(scenario, config(prefill=2))
+
+
+def test_changes_that_nobody_can_record_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.supervisor._SAVE_AGAIN_S", 0.01)
+
+    async def scenario() -> None:
+        records = ScriptedRecords()
+        supervisor = Supervisor(config(), ScriptedLauncher(), records)
+        await supervisor.start()
+        await supervisor.settle(5)
+        await supervisor.saved()
+        records.away, former = 10**6, records.record
+        state = RolloutState(2, RolloutPhase.DONE, 0.0, (), {}, "")
+        for number in range(100):
+            supervisor.arrange(lambda pools: [], replace(state, verdict=f"{number} requests"))
+            await asyncio.sleep(0)
+        assert len(supervisor._tasks) <= 2
+        assert records.record is former
+        records.away = 0
+        await supervisor.saved()
+        assert records.record is not None
+        assert records.record.rollout == replace(state, verdict="99 requests")
+        records.away = 1
+        supervisor.arrange(lambda pools: [], state)
+        while records.record.rollout != state:  # noqa: ASYNC110 (nobody is told of a record)
+            await asyncio.sleep(0.001)
+        await supervisor.close()
+
+    async def bounded() -> None:
+        async with asyncio.timeout(10):
+            await scenario()
+
+    asyncio.run(bounded())
 
 
 def test_a_worker_that_does_not_start_in_time_says_what_is_missing() -> None:
