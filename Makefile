@@ -127,6 +127,9 @@ $(BIN)/python:
 	@echo "==> a fresh environment in $(VENV), $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(VENV)
 
+# Where the system's Python was upgraded, the environment's leads nowhere, and the one that takes its place has no packages.
+.PHONY: $(shell test -x $(BIN)/python || echo $(VENV)/.installed)
+
 $(VENV)/.installed: pyproject.toml $(LOCK) | $(BIN)/python
 	@echo "==> packages (minutes the first time)"
 	$(PIP) install --constraint $(LOCK) --editable . $(TORCH_INDEX)

@@ -39,13 +39,15 @@ class HttpClient:
     """A client of one server. `close` ends all connections. Raises InvalidRequestError for what is no http(s) URL."""
 
     def __init__(self, base_url: str, api_key: str | None) -> None:
-        parts = urlsplit(base_url)
+        no_url = InvalidRequestError(f"this is no base URL: {base_url!r:.100}; http://127.0.0.1:8000 is one", param="base_url")
         try:
+            parts = urlsplit(base_url)
             port = parts.port
+            (parts.hostname or "").encode("idna")  # as the resolver does
         except ValueError:
-            port = 0
+            raise no_url from None
         if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
-            raise InvalidRequestError(f"this is no base URL: {base_url!r:.100}; http://127.0.0.1:8000 is one", param="base_url")
+            raise no_url
         self._host = parts.hostname
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._port = port or (443 if self._tls else 80)

@@ -13,6 +13,7 @@ from rich.console import Console
 from typer import Option
 
 from cluster import __version__
+from cluster.commands.lib.interrupts import undone_when_ended
 from protocol.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -53,9 +54,10 @@ def certify(
     about = {"version": __version__, "date": time.strftime("%Y-%m-%d %H:%M"), "device": device, "system": platform.system()}
     results: list[PartResult] = []
     text = ""
-    for result in _run(parts, device, folder):
-        results.append(result)
-        text = write_report(folder, about, results)  # after each part, for what comes may be the machine's last
+    with undone_when_ended():
+        for result in _run(parts, device, folder):
+            results.append(result)
+            text = write_report(folder, about, results)  # after each part, for what comes may be the machine's last
     typer.echo(text)
     Console(stderr=True).print(f"{verdict(results)}; the report is in {folder}", soft_wrap=True, highlight=False, markup=False)
     if any(result.is_wrong for result in results):

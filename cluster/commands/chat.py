@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -16,7 +18,7 @@ from rich.markup import escape
 
 from cluster.commands.lib.http_client import ApiClient
 from cluster.commands.lib.options import DEFAULT_URL, ApiKey, Url
-from protocol.errors import TandemError
+from protocol.errors import TandemError, UnavailableError
 
 HELP = "/exit leaves, /clear forgets the conversation, /help says this. Ctrl-C stops an answer."
 
@@ -30,14 +32,36 @@ def chat(
     temperature: Annotated[float | None, typer.Option(help="0 always takes the likeliest token.")] = None,
 ) -> None:
     """Talk to the model in the terminal."""
+    _prepare_terminal()
     client = ApiClient(url, api_key)
     conversation = Conversation(
-        model=model or client.get("/v1/models")["data"][0]["id"],
-        system=system,
+        model=_first_model(client) if model is None else _encodable(model),
+        system=None if system is None else _encodable(system),
         max_tokens=max_tokens,
         temperature=temperature,
     )
     converse(client, conversation, Console())
+
+
+def _prepare_terminal() -> None:
+    """Have `input` edit its line, and no character end the conversation that the terminal's encoding does not have."""
+    with suppress(ImportError):
+        import readline  # noqa: F401  # is all that `input` needs
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def _encodable(argument: str) -> str:
+    """An argument of the command line, where bytes that are no text have become halves of characters."""
+    return argument.encode(errors="replace").decode()
+
+
+def _first_model(client: ApiClient) -> str:
+    try:
+        return str(client.get("/v1/models")["data"][0]["id"])
+    except (KeyError, IndexError, TypeError):
+        raise UnavailableError("the server lists no model; name one with --model") from None
 
 
 @dataclass
@@ -100,7 +124,7 @@ def converse(client: ApiClient, conversation: Conversation, console: Console) ->
     console.print(f"[bold]{escape(conversation.model)}[/bold]. {HELP}", highlight=False)
     while True:
         try:
-            text = console.input("[bold cyan]> [/bold cyan]").strip()
+            text = input("> ").strip()  # readline has to know the prompt, and takes no markup
         except EOFError:
             console.print()
             return

@@ -207,7 +207,7 @@ def check_port_free(host: str, port: int) -> None:
         try:
             probe.bind((host, port))
             probe.listen(1)
-        except (OSError, OverflowError) as error:
+        except (OSError, OverflowError, TypeError, UnicodeError) as error:  # the latter two: names that no resolver takes
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             raise ConfigError(
                 f"can't listen on {host}:{port}: {reason}; choose another with --port or --host", param="http.port"

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -76,3 +81,34 @@ def test_what_was_found_before_an_interrupt_is_reported(tmp_path: Path, monkeypa
     assert result.exit_code == 1
     found = json.loads((tmp_path / "report.json").read_text())["parts"]
     assert [(part["name"], part["status"]) for part in found] == [("passes", "passed"), ("hangs", "interrupted")]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_part_ends_with_the_command(tmp_path: Path, number: signal.Signals) -> None:
+    program = f"""
+from certify import catalogue, runner
+from cluster.commands.cli import main
+catalogue.PARTS = (catalogue.Part("hangs", "Nothing.", 60.0, "{FAKES}.hangs"),)
+runner.run_part.__defaults__ = (1.0,)
+main()
+"""
+    command = [sys.executable, "-c", program, "certify", "--device", "cpu", "--output", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL, env=environment) as process:
+        child = wait_for_child(tmp_path / ".hangs.json")
+        process.send_signal(number)
+        assert process.wait(30.0) == 128 + number
+    deadline = time.monotonic() + 5.0
+    while Path(f"/proc/{child}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{child}").exists()
+
+
+def wait_for_child(findings: Path) -> int:
+    """The process that the part says it has started, once it says so."""
+    deadline = time.monotonic() + 30.0
+    while time.monotonic() < deadline:
+        if findings.exists() and (children := Content.read(findings).tables.get("children")):
+            return int(str(children[0]["pid"]))
+        time.sleep(0.05)
+    raise AssertionError("the part has started nothing")

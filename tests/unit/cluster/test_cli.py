@@ -116,6 +116,8 @@ def test_a_port_in_use_is_found_before_anything_starts(
     check_port_free("127.0.0.1", port)
     with pytest.raises(ConfigError, match=r"can't listen on 192\.0\.2\.77"):
         check_port_free("192.0.2.77", 8000)
+    with pytest.raises(ConfigError, match=r"can't listen on ünï\.\.x"):
+        check_port_free("ünï..x", 8000)
 
 
 @pytest.mark.parametrize(

@@ -122,8 +122,14 @@ def test_a_server_that_is_not_there() -> None:
         asyncio.run(run_bench(OPTIONS, lambda text: None, lambda planned: None, lambda record: None))
     with pytest.raises(UnavailableError, match="no warm-up request got an answer: 503"):
         bench(OpenAiServer(status=503), num_warmups=1)
+
+
+@pytest.mark.parametrize(
+    "url", ["ftp://x", "http://", "http://x:0", "http://x:eight", "http://[::1", "http://a..b", "http://ü..x"]
+)
+def test_what_is_no_base_url(url: str) -> None:
     with pytest.raises(InvalidRequestError, match="base URL"):
-        asyncio.run(run_bench(dataclasses.replace(OPTIONS, base_url="ftp://x"), lambda t: None, lambda p: None, lambda r: None))
+        asyncio.run(run_bench(dataclasses.replace(OPTIONS, base_url=url), lambda t: None, lambda p: None, lambda r: None))
 
 
 def test_traces_keep_their_times(tmp_path: Path) -> None:
