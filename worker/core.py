@@ -99,7 +99,14 @@ class WorkerCore:
             rank.me, self.books, runner.layout(), runner.facts.vocab_size, pool.block_size, receivers, self.endpoint.send
         )
         self.lender = Lender(
-            self.cache, pool.block_size, self.peers, self.endpoint.send, self.spawn, self.changed, limits.lease_s
+            self.cache,
+            pool.block_size,
+            self.peers,
+            self.endpoint.send,
+            self.spawn,
+            self.changed,
+            limits.lease_s,
+            can_spare=lambda: all(role.growth() is not None for role in self._roles),
         )
         self._niceness = self._reniced = niceness
         """What the role wants, and what was asked for last."""

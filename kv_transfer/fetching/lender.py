@@ -31,7 +31,7 @@ MOST_SHARE = 0.5
 
 class Lender:
     """Serves the fetches of one worker's cached blocks. `send` takes a peer's wire identity and a message; `spawn` runs a task
-    for as long as the worker; `on_change` is called when blocks were unpinned.
+    for as long as the worker; `on_change` is called when blocks were unpinned. Nothing is lent unless it `can_spare` blocks.
     """
 
     def __init__(
@@ -43,6 +43,7 @@ class Lender:
         spawn: Callable[[Coroutine[Any, Any, None]], object],
         on_change: Callable[[], None],
         lease_s: float,
+        can_spare: Callable[[], bool],
     ) -> None:
         self._cache = cache
         self._block_size = block_size
@@ -51,6 +52,7 @@ class Lender:
         self._spawn = spawn
         self._on_change = on_change
         self._lease_s = lease_s
+        self._can_spare = can_spare
         self._loans = 0
         self.lent_tokens = 0
         """Tokens whose KV was sent and committed, since start."""
@@ -60,7 +62,8 @@ class Lender:
         try:
             num_blocks = self._checked(message)
             keys = message.keys[:num_blocks]
-            pinned = self._cache.pin("lent", num_blocks, keys, self._deadline(), most=MOST_SHARE)
+            deadline = self._deadline()
+            pinned = self._cache.pin("lent", num_blocks, keys, deadline, most=MOST_SHARE) if self._can_spare() else None
             if pinned is None:
                 raise OverloadedError("the pool has no blocks to spare", retry_after_s=1.0)
         except TandemError as error:

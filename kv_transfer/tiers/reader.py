@@ -3,8 +3,8 @@
     match ──► so many blocks ──► read, one prompt at a time ──► so many of them hold what they should
       └── no answer in time ──┴──► OVERDUE: nobody asks this tier until its call returns; the blocks stay the reader's till then
 
-What reading a block of a tier takes is measured with each read, and forgotten after a minute: so a tier that was slow once is
-tried again. A disk may hang for ever: then prompts go on without it.
+What reading a block of a tier takes is measured with each read, what looking takes with each look, and both are forgotten after
+a minute: so a tier that was slow once is tried again. A disk may hang for ever: then prompts go on without it.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ class TierReader:
         self._reads = dict.fromkeys(tiers.names, 0)
         self._measured: dict[str, tuple[float, float]] = {}
         """Seconds of a block, and when that was, by tier."""
+        self._looked: dict[str, tuple[float, float]] = {}
+        """Seconds of the latest look, and when it ended, by tier."""
         self._overdue: dict[str, asyncio.Future[Any]] = {}
         """The call that a tier did not answer in time."""
 
@@ -56,8 +58,13 @@ class TierReader:
         return not token_s or time.monotonic() - at > _KNOWN_S or block_s < token_s * self._block_size
 
     async def match(self, name: str, keys: Sequence[bytes]) -> int:
-        """Number of leading keys whose blocks lie in this tier; 0 if it does not say so in time."""
-        looking = asyncio.wrap_future(self._looking[name].submit(self._tiers.match, name, keys))
+        """Number of leading keys whose blocks lie in this tier; 0 if it does not say so in time, and if computing so many takes
+        less than the latest look did.
+        """
+        look_s, at = self._looked.get(name, (0.0, 0.0))
+        if 0 < len(keys) * self._block_size * self._token_s() < look_s and time.monotonic() - at <= _KNOWN_S:
+            return 0
+        looking = asyncio.wrap_future(self._looking[name].submit(self._timed_look, name, keys))
         await asyncio.wait((looking,), timeout=self._patience_s)
         if not looking.done():
             self._overdue[name] = looking
@@ -94,6 +101,12 @@ class TierReader:
         """Read nothing more."""
         for thread in (*self._looking.values(), *self._reading.values()):
             thread.shutdown(wait=False, cancel_futures=True)
+
+    def _timed_look(self, name: str, keys: Sequence[bytes]) -> int:
+        began = time.monotonic()
+        count = self._tiers.match(name, keys)
+        self._looked[name] = ((ended := time.monotonic()) - began, ended)
+        return count
 
     def _timed(self, name: str, keys: Sequence[bytes], blocks: Sequence[int]) -> tuple[int, float]:
         began = time.monotonic()

@@ -78,6 +78,21 @@ def test_what_another_pool_holds_is_not_computed(two_workers: Factory, reference
     run(scenario())
 
 
+def test_who_has_streams_that_wait_for_blocks_lends_none(two_workers: Factory, reference: Reference) -> None:
+    async def scenario() -> None:
+        async with two_workers(CONFIG) as workers:
+            router = await workers.router()
+            prompt = prompt_of(LENGTH)
+            fetch = await only_decode_holds(workers, router, prompt)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(workers.decode, "growth", lambda shared=(): None)
+                prefilled, tokens = await ask(workers, router, prompt, fetch)
+            assert tokens == reference(prompt, 8)
+            assert prefilled.brought.num_tokens == workers.decode.core.lender.lent_tokens == 0
+
+    run(scenario())
+
+
 def test_a_part_that_is_there_is_not_fetched(two_workers: Factory, reference: Reference) -> None:
     async def scenario() -> None:
         async with two_workers(CONFIG) as workers:
