@@ -148,7 +148,8 @@ class Chaos:
         self._rng = random.Random(seed)
         self._seconds = seconds
         self._expected: dict[Request, Answered] = {}
-        self._samples: dict[tuple[int, str], list[float]] = defaultdict(list)
+        self._samples: dict[int, list[float]] = defaultdict(list)
+        self._names: dict[int, str] = {}
         self._largest_worker: list[float] = []
         self._over = False
         self._rate = 0.0
@@ -253,7 +254,8 @@ class Chaos:
             for pid, command in (await asyncio.to_thread(self._cluster.processes)).items():
                 private = private_mib(pid)
                 if private is not None:
-                    self._samples[pid, command].append(private)
+                    self._samples[pid].append(private)
+                    self._names.setdefault(pid, _name(command))
                     largest = max(largest, private if command.startswith(_WORKER) else 0.0)
             self._largest_worker.append(largest)
             await asyncio.sleep(SAMPLE_S)
@@ -263,12 +265,18 @@ class Chaos:
         most = len(self._largest_worker)
         if not (quarter := most // 4):
             return
-        for (pid, command), values in self._samples.items():
+        for pid, values in self._samples.items():
             if len(values) == most:
                 before, after = statistics.median(values[quarter : 2 * quarter]), statistics.median(values[-quarter:])
-                self.report.memory[f"{' '.join(Path(word).name for word in command.split()[:2])} ({pid})"] = (before, after)
+                self.report.memory[f"{self._names[pid]} ({pid})"] = (before, after)
         workers = self._largest_worker
         self.report.memory["the largest worker"] = (max(workers[quarter : 2 * quarter]), max(workers[-quarter:]))
+
+
+def _name(command: str) -> str:
+    """Return what a process is called, without the method that an actor of Ray's is in just now."""
+    name = " ".join(Path(word).name for word in command.split()[:2])
+    return name.partition(".")[0] if name.startswith("ray::") else name
 
 
 def private_mib(pid: int) -> float | None:
