@@ -9,6 +9,7 @@ A moment is taken when bytes arrive, in the loop's own callback: no task has to 
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import ssl
 import time
@@ -22,6 +23,8 @@ from protocol.errors import InvalidRequestError, UnavailableError
 OnEvent = Callable[[float, bytes], None]
 """A function that is told the moment (`time.monotonic`) at which an event arrived, and its data."""
 
+_OWN_LIMITS = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL)
+"""Errors of connecting that are this machine's: no open files are left, or no ports."""
 _CONNECT_S = 30.0
 _ANSWER_S = 60.0
 """Seconds that a small answer may take. A streamed one has its caller's deadline."""
@@ -56,6 +59,8 @@ class HttpClient:
         if not key.isascii() or "\n" in (api_key or "") or "\r" in (api_key or ""):
             raise InvalidRequestError("api-key must be one line of ASCII", param="api_key")
         self._common = f"host: {parts.netloc.rpartition('@')[2]}\r\n{key}content-type: application/json\r\n"
+        self.own_failures = 0
+        """Connections that this machine's own limits did not allow."""
         self._free: list[_Connection] = []
         self._busy: set[_Connection] = set()
 
@@ -129,6 +134,7 @@ class HttpClient:
         except TimeoutError:
             raise UnavailableError(f"no connection to {self._host}:{self._port} within {_CONNECT_S:g} s") from None
         except OSError as error:
+            self.own_failures += error.errno in _OWN_LIMITS
             raise UnavailableError(f"no connection to {self._host}:{self._port}: {error}") from None
         return connection, True
 
