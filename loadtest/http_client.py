@@ -14,6 +14,7 @@ import json
 import ssl
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -25,6 +26,9 @@ OnEvent = Callable[[float, bytes], None]
 
 _OWN_LIMITS = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL)
 """Errors of connecting that are this machine's: no open files are left, or no ports."""
+_STALE_S = 0.1
+"""A kept connection that ends within so many seconds of a request was being closed: the server has not begun to work on it."""
+_UNANSWERED = "the server closed the connection without an answer"
 _CONNECT_S = 30.0
 _ANSWER_S = 60.0
 """Seconds that a small answer may take. A streamed one has its caller's deadline."""
@@ -106,27 +110,34 @@ class HttpClient:
 
     async def _exchange(self, method: str, path: str, body: bytes, on_event: OnEvent | None) -> tuple[int, bytes]:
         head = f"{method} {self._path}{path} HTTP/1.1\r\n{self._common}content-length: {len(body)}\r\n\r\n".encode()
-        while True:
-            connection, is_new = await self._connection()
-            self._busy.add(connection)
-            try:
-                return await connection.exchange(head + body, on_event)
-            except _StaleError:
-                # The server closed a kept connection at the moment at which it was used again: nothing was answered.
-                if is_new:
-                    raise UnavailableError("the server closed the connection without an answer") from None
-            finally:
-                self._busy.discard(connection)
-                if connection.reusable:
-                    self._free.append(connection)
-                else:
-                    connection.close()
+        kept = self._kept()
+        if kept is not None:
+            with suppress(_StaleError):  # closed at the moment at which it was used again: nothing was answered
+                return await self._exchange_on(kept, head + body, on_event)
+        try:
+            return await self._exchange_on(await self._connected(), head + body, on_event)
+        except _StaleError:
+            raise UnavailableError(_UNANSWERED) from None
 
-    async def _connection(self) -> tuple[_Connection, bool]:
+    async def _exchange_on(self, connection: _Connection, request: bytes, on_event: OnEvent | None) -> tuple[int, bytes]:
+        self._busy.add(connection)
+        try:
+            return await connection.exchange(request, on_event)
+        finally:
+            self._busy.discard(connection)
+            if connection.reusable:
+                self._free.append(connection)
+            else:
+                connection.close()
+
+    def _kept(self) -> _Connection | None:
         while self._free:
             connection = self._free.pop()
             if connection.reusable:
-                return connection, False
+                return connection
+        return None
+
+    async def _connected(self) -> _Connection:
         try:
             async with asyncio.timeout(_CONNECT_S):
                 loop = asyncio.get_running_loop()
@@ -136,11 +147,11 @@ class HttpClient:
         except OSError as error:
             self.own_failures += error.errno in _OWN_LIMITS
             raise UnavailableError(f"no connection to {self._host}:{self._port}: {error}") from None
-        return connection, True
+        return connection
 
 
 class _StaleError(Exception):
-    """A connection ended before the first byte of an answer."""
+    """A connection ended right after a request was sent on it, before the first byte of an answer."""
 
 
 class _Connection(asyncio.Protocol):
@@ -150,7 +161,7 @@ class _Connection(asyncio.Protocol):
         self._done: asyncio.Future[None] | None = None
         self._body: list[bytes] = []
         self._events: EventParser | None = None
-        self._now = 0.0
+        self._now = self._sent_at = 0.0
         self._open = False
         self._clean = True
         """Whether nothing is under way and nothing failed."""
@@ -169,6 +180,7 @@ class _Connection(asyncio.Protocol):
         self._done = asyncio.get_running_loop().create_future()
         if not self._open:
             raise _StaleError
+        self._sent_at = time.monotonic()
         self._transport.write(request)
         await self._done
         self._clean = parser.reusable
@@ -203,7 +215,11 @@ class _Connection(asyncio.Protocol):
         if parser is None or done is None or done.done():
             return
         if not parser.status:
-            done.set_exception(_StaleError())
+            is_stale = time.monotonic() - self._sent_at <= _STALE_S
+            done.set_exception(_StaleError() if is_stale else UnavailableError(_UNANSWERED))
+            return
+        if error is not None:
+            done.set_exception(UnavailableError(f"the connection broke: {error}"))
             return
         try:
             parser.eof()
