@@ -172,9 +172,9 @@ def _print(planned: Sequence[Planned], rate: float | None, title: str, options: 
         table.add_column(column, justify="right")
     for each in planned:
         notes = [*(["best ratio"] if each is ratio and each.goodput else []), *(["enough"] if each is enough else [])]
-        table.add_row(
-            str(each.shape), str(each.shape.workers), f"{each.goodput:.2f}", f"{each.per_worker:.2f}", ", ".join(notes)
-        )
+        least = "at least " if each.too_few_requests else ""
+        figures = (f"{least}{each.goodput:.2f}", f"{least}{each.per_worker:.2f}")
+        table.add_row(str(each.shape), str(each.shape.workers), *figures, ", ".join(notes))
     console = Console()
     console.print(table)
     if not ratio.goodput:
@@ -183,4 +183,6 @@ def _print(planned: Sequence[Planned], rate: float | None, title: str, options: 
     elif rate is not None:
         wanted = f"{rate:.3g} requests/s"
         few = f"{options.max_workers} workers are too few for {wanted}"
+        if any(each.too_few_requests for each in planned):
+            few = f"{options.num_prompts} requests are too few for {wanted}: raise --num-prompts"
         console.print(f"{enough.shape} is enough for {wanted}" if enough else few)

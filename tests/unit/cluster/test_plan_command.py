@@ -102,6 +102,15 @@ def test_the_context_is_the_models_where_the_model_is_here(
     assert "prompt (100) and answer (4) exceed the model's context (103)" in capsys.readouterr().out
 
 
+def test_too_few_requests_are_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    lengths = ("--random-input-len", "64", "--random-output-len", "16", "--num-prompts", "30", "--max-workers", "2")
+    assert tandem(monkeypatch, "--dataset", "random", *lengths, "--slo", "ttft:5000", "--rate", "1000") == 0
+    out = capsys.readouterr().out
+    assert "at least" in out
+    assert "30 requests are too few for 1e+03 requests/s: raise --num-prompts" in out
+    assert "enough" not in out
+
+
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
