@@ -13,6 +13,20 @@ from protocol.errors import InvalidRequestError
 Times = NDArray[np.float64]
 
 
+def check_rate(rate: float, burstiness: float) -> None:
+    """Raise InvalidRequestError for a rate or burstiness that is not over 0."""
+    if not rate > 0:
+        raise InvalidRequestError(f"request-rate must be over 0, or inf; got {rate:g}", param="request_rate")
+    if not burstiness > 0:
+        raise InvalidRequestError(f"burstiness must be over 0; got {burstiness:g}", param="burstiness")
+
+
+def check_time_scale(time_scale: float) -> None:
+    """Raise InvalidRequestError if the scale is not over 0, or has no end."""
+    if not (time_scale > 0 and math.isfinite(time_scale)):
+        raise InvalidRequestError(f"time-scale must be over 0; got {time_scale:g}", param="time_scale")
+
+
 def planned_times(num_requests: int, rate: float, burstiness: float, rng: np.random.Generator) -> Times:
     """Return times of sending at `rate` requests/s on average, as `vllm bench serve` draws them (vllm/benchmarks/serve.py,
     get_request).
@@ -22,10 +36,7 @@ def planned_times(num_requests: int, rate: float, burstiness: float, rng: np.ran
     offer the same load. An infinite rate sends all at once.
     Raises InvalidRequestError for a rate or burstiness that is not over 0.
     """
-    if not rate > 0:
-        raise InvalidRequestError(f"request-rate must be over 0, or inf; got {rate:g}", param="request_rate")
-    if not burstiness > 0:
-        raise InvalidRequestError(f"burstiness must be over 0; got {burstiness:g}", param="burstiness")
+    check_rate(rate, burstiness)
     if math.isinf(rate) or num_requests == 0:
         return np.zeros(num_requests)
     if math.isinf(burstiness):
@@ -42,7 +53,6 @@ def trace_times(arrivals_s: Sequence[float], time_scale: float) -> Times:
 
     Raises InvalidRequestError if the scale is not over 0.
     """
-    if not (time_scale > 0 and math.isfinite(time_scale)):
-        raise InvalidRequestError(f"time-scale must be over 0; got {time_scale:g}", param="time_scale")
+    check_time_scale(time_scale)
     times = np.asarray(arrivals_s, dtype=np.float64)
     return (times - times.min()) * time_scale if len(times) else times

@@ -22,6 +22,7 @@ from loadtest.datasets import Sample
 from loadtest.fillers import COMMON_WORDS, Draw, Filler, token_filler, word_filler
 from loadtest.http_client import HttpClient
 from loadtest.metrics import stage_shares, summarize
+from loadtest.open_files import allow_connections
 from loadtest.options import BenchOptions
 from loadtest.records import RequestRecord, TurnRecord
 from loadtest.runner import ClientHealth, RunResult, run_conversations, run_load
@@ -88,6 +89,7 @@ async def run_bench(
     Raises InvalidRequestError for data and flags that don't fit, UnavailableError if the server answers nothing.
     """
     client = HttpClient(options.url, options.api_key)
+    allow_connections(options)
     try:
         report("looking at the server")
         model, is_tandem = await find_model(client, options.model)

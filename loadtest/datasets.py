@@ -136,11 +136,16 @@ def azure_rows(path: Path) -> list[TraceRow]:
     """
     text = _read(path)
     reader = csv.DictReader(text.splitlines())
-    if any(column not in (reader.fieldnames or ()) for column in _AZURE_COLUMNS):
+    try:
+        columns = reader.fieldnames or ()
+        lines = [(reader.line_num, values) for values in reader]
+    except csv.Error as error:
+        raise _bad(path, reader.line_num, str(error)) from None
+    if any(column not in columns for column in _AZURE_COLUMNS):
         raise _bad(path, 1, f"the columns should be {', '.join(_AZURE_COLUMNS)}")
     rows: list[TraceRow] = []
     begin: datetime | None = None
-    for values in reader:
+    for number, values in lines:
         try:
             # Python reads microseconds; the files have a digit more.
             at = datetime.fromisoformat(values["TIMESTAMP"][:26])
@@ -148,8 +153,8 @@ def azure_rows(path: Path) -> list[TraceRow]:
             begin = at if begin is None else begin
             arrival_s = (at - begin).total_seconds()  # a TypeError where one row has a time zone, and the other none
         except (TypeError, ValueError) as error:
-            raise _bad(path, reader.line_num, str(error)) from None
-        rows.append(_row(path, reader.line_num, arrival_s, *lengths))
+            raise _bad(path, number, str(error)) from None
+        rows.append(_row(path, number, arrival_s, *lengths))
     return rows
 
 

@@ -9,10 +9,12 @@ A moment is taken when bytes arrive, in the loop's own callback: no task has to 
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import ssl
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -22,6 +24,11 @@ from protocol.errors import InvalidRequestError, UnavailableError
 OnEvent = Callable[[float, bytes], None]
 """A function that is told the moment (`time.monotonic`) at which an event arrived, and its data."""
 
+_OWN_LIMITS = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL)
+"""Errors of connecting that are this machine's: no open files are left, or no ports."""
+_STALE_S = 0.1
+"""A kept connection that ends within so many seconds of a request was being closed: the server has not begun to work on it."""
+_UNANSWERED = "the server closed the connection without an answer"
 _CONNECT_S = 30.0
 _ANSWER_S = 60.0
 """Seconds that a small answer may take. A streamed one has its caller's deadline."""
@@ -56,6 +63,8 @@ class HttpClient:
         if not key.isascii() or "\n" in (api_key or "") or "\r" in (api_key or ""):
             raise InvalidRequestError("api-key must be one line of ASCII", param="api_key")
         self._common = f"host: {parts.netloc.rpartition('@')[2]}\r\n{key}content-type: application/json\r\n"
+        self.own_failures = 0
+        """Connections that this machine's own limits did not allow."""
         self._free: list[_Connection] = []
         self._busy: set[_Connection] = set()
 
@@ -101,27 +110,34 @@ class HttpClient:
 
     async def _exchange(self, method: str, path: str, body: bytes, on_event: OnEvent | None) -> tuple[int, bytes]:
         head = f"{method} {self._path}{path} HTTP/1.1\r\n{self._common}content-length: {len(body)}\r\n\r\n".encode()
-        while True:
-            connection, is_new = await self._connection()
-            self._busy.add(connection)
-            try:
-                return await connection.exchange(head + body, on_event)
-            except _StaleError:
-                # The server closed a kept connection at the moment at which it was used again: nothing was answered.
-                if is_new:
-                    raise UnavailableError("the server closed the connection without an answer") from None
-            finally:
-                self._busy.discard(connection)
-                if connection.reusable:
-                    self._free.append(connection)
-                else:
-                    connection.close()
+        kept = self._kept()
+        if kept is not None:
+            with suppress(_StaleError):  # closed at the moment at which it was used again: nothing was answered
+                return await self._exchange_on(kept, head + body, on_event)
+        try:
+            return await self._exchange_on(await self._connected(), head + body, on_event)
+        except _StaleError:
+            raise UnavailableError(_UNANSWERED) from None
 
-    async def _connection(self) -> tuple[_Connection, bool]:
+    async def _exchange_on(self, connection: _Connection, request: bytes, on_event: OnEvent | None) -> tuple[int, bytes]:
+        self._busy.add(connection)
+        try:
+            return await connection.exchange(request, on_event)
+        finally:
+            self._busy.discard(connection)
+            if connection.reusable:
+                self._free.append(connection)
+            else:
+                connection.close()
+
+    def _kept(self) -> _Connection | None:
         while self._free:
             connection = self._free.pop()
             if connection.reusable:
-                return connection, False
+                return connection
+        return None
+
+    async def _connected(self) -> _Connection:
         try:
             async with asyncio.timeout(_CONNECT_S):
                 loop = asyncio.get_running_loop()
@@ -129,12 +145,13 @@ class HttpClient:
         except TimeoutError:
             raise UnavailableError(f"no connection to {self._host}:{self._port} within {_CONNECT_S:g} s") from None
         except OSError as error:
+            self.own_failures += error.errno in _OWN_LIMITS
             raise UnavailableError(f"no connection to {self._host}:{self._port}: {error}") from None
-        return connection, True
+        return connection
 
 
 class _StaleError(Exception):
-    """A connection ended before the first byte of an answer."""
+    """A connection ended right after a request was sent on it, before the first byte of an answer."""
 
 
 class _Connection(asyncio.Protocol):
@@ -144,7 +161,7 @@ class _Connection(asyncio.Protocol):
         self._done: asyncio.Future[None] | None = None
         self._body: list[bytes] = []
         self._events: EventParser | None = None
-        self._now = 0.0
+        self._now = self._sent_at = 0.0
         self._open = False
         self._clean = True
         """Whether nothing is under way and nothing failed."""
@@ -163,6 +180,7 @@ class _Connection(asyncio.Protocol):
         self._done = asyncio.get_running_loop().create_future()
         if not self._open:
             raise _StaleError
+        self._sent_at = time.monotonic()
         self._transport.write(request)
         await self._done
         self._clean = parser.reusable
@@ -197,7 +215,11 @@ class _Connection(asyncio.Protocol):
         if parser is None or done is None or done.done():
             return
         if not parser.status:
-            done.set_exception(_StaleError())
+            is_stale = time.monotonic() - self._sent_at <= _STALE_S
+            done.set_exception(_StaleError() if is_stale else UnavailableError(_UNANSWERED))
+            return
+        if error is not None:
+            done.set_exception(UnavailableError(f"the connection broke: {error}"))
             return
         try:
             parser.eof()

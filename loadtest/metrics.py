@@ -7,7 +7,6 @@ at which it was to be sent, so a wait for `--max-concurrency` is in them; withou
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -148,13 +147,11 @@ def summarize(
 def stage_shares(records: Sequence[RequestRecord]) -> dict[str, dict[str, float]]:
     """Return where the time of answered requests went, by stage, as the server told.
 
-    Each stage has its mean and p99 in ms, and its share of all time.
+    Each stage has its mean and p99 in ms, and its share of all time. A request that did not reach a stage spent no time there.
     """
-    by_stage: dict[str, list[float]] = defaultdict(list)
-    for record in records:
-        if record.ok and record.server_times is not None:
-            for stage, seconds in record.server_times.items():
-                by_stage[stage].append(seconds)
+    told = [record.server_times for record in records if record.ok and record.server_times is not None]
+    stages = dict.fromkeys(stage for times in told for stage in times)
+    by_stage = {stage: [times.get(stage, 0.0) for times in told] for stage in stages}
     total = sum(sum(values) for values in by_stage.values())
     return {
         stage: {

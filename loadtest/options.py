@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from typer import Argument, Option
 
 from loadtest import metrics
+from loadtest.arrivals import check_rate, check_time_scale
 from loadtest.conversations import ConversationShape, Distribution
 from loadtest.datasets import NAMES, TRACES, Lengths
 from loadtest.server import ENDPOINTS, Backend
@@ -96,6 +97,9 @@ class BenchOptions:
         self._check(is_trace or self.length_scale == 1.0, "--length-scale is for traces", "length_scale")
         both = self.time_scale is not None and not math.isinf(self.request_rate)
         self._check(not both, "--time-scale takes the trace's own times: leave --request-rate out", "request_rate")
+        check_rate(self.request_rate, self.burstiness)
+        if self.time_scale is not None:
+            check_time_scale(self.time_scale)
         self._check(self.num_prompts >= 1, "num-prompts must be at least 1", "num_prompts")
         self._check(self.num_warmups >= 0, "num-warmups must be at least 0", "num_warmups")
         self._check(
@@ -211,20 +215,18 @@ class BenchOptions:
 
     def as_json(self) -> dict[str, Any]:
         """The options for a file of results, without the key; what follows from several flags stands there as one value."""
-        flags = {name: value for name, value in asdict(self).items() if name not in ("host", "port", "more_goodput")}
+        flags = {name: _finite(value) for name, value in asdict(self).items() if name not in ("host", "port", "more_goodput")}
         return flags | {
             "base_url": self.url,
             "api_key": None,
             "endpoint": self.path,
             "dataset_path": str(self.dataset_path or ""),
-            "request_rate": _finite(self.request_rate),
-            "burstiness": _finite(self.burstiness),
             "percentile_metrics": self.wanted_metrics,
             "metric_percentiles": self.percentiles,
-            "goodput": self.limits_ms,
+            "goodput": {metric: _finite(limit) for metric, limit in self.limits_ms.items()},
         }
 
 
-def _finite(value: float) -> float | str:
-    """The number itself, or "inf": JSON has no infinity."""
+def _finite(value: Any) -> Any:
+    """The value itself, or "inf": JSON has no infinity."""
     return "inf" if value == math.inf else value

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.ma  # which np.percentile imports when it is first called, and there may be no file left then
 
 from loadtest.arrivals import Times
 from loadtest.cache_shares import note_reusable
@@ -45,10 +46,17 @@ class ClientHealth:
     p99_loop_lag: float
     cpu_share: float
     """Processor time that the client used, as a share of one core."""
+    own_failures: int = 0
+    """Connections that failed for want of open files or ports on this machine."""
 
     @property
     def warning(self) -> str | None:
         """Why the figures are not the server's alone; None if they are."""
+        if self.own_failures:
+            return (
+                f"this client failed {self.own_failures} requests itself: its machine has no open files (ulimit -n) or "
+                "no ports left for more connections. Lower --max-concurrency or --request-rate."
+            )
         slow = []
         if self.p99_lateness > LATE_S:
             slow.append(f"requests left up to {self.p99_lateness * 1000:.1f} ms late (p99)")
@@ -171,7 +179,9 @@ class _Load:
     def result(self, records: list[RequestRecord]) -> RunResult:
         """Return what the run gave, once it is over."""
         cpu_share = self._cpu_s / self._duration_s if self._duration_s else 0.0
-        health = ClientHealth(_p99([record.lateness for record in records]), _p99(self._lags), cpu_share)
+        health = ClientHealth(
+            _p99([record.lateness for record in records]), _p99(self._lags), cpu_share, self._client.own_failures
+        )
         return RunResult(records, self._duration_s, health)
 
 

@@ -114,6 +114,7 @@ class AnswerWatch:
         self._record = record
         self._sent = self._latest = sent
         self._pieces = 0
+        self._done = False
         self._texts: list[str] = []
         self._usage: Mapping[str, Any] | None = None
 
@@ -125,6 +126,7 @@ class AnswerWatch:
     def push(self, now: float, data: bytes) -> None:
         """Take an event. It raises nothing: what is wrong with an event becomes the record's error."""
         if data == b"[DONE]":
+            self._done = True
             return
         try:
             event = json.loads(data)
@@ -150,6 +152,8 @@ class AnswerWatch:
                 record.error = f"the usage is not as in OpenAI's API: {type(error).__name__} {error}"[:300]
         if record.ttft is None and record.error is None:
             record.error = "the answer is empty"
+        elif record.error is None and record.finish_reason is None and not self._done:
+            record.error = "the answer broke off: it has neither a finish_reason nor [DONE]"
 
     def _count(self, usage: Mapping[str, Any]) -> None:
         record = self._record

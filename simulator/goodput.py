@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from configs.schema import ClusterConfig
 from protocol.errors import InvalidRequestError
 from simulator.cluster import Shape, simulate
@@ -21,6 +23,8 @@ ATTAINMENT = 0.9
 _PRECISION = 1.02
 """The search ends when the lowest bad rate is at most this many times the highest good one."""
 _FIRST_RATE, _RATE_BOUNDS = 1.0, (1e-3, 1e5)
+_SETTLED = 3.0
+"""How many times as long as most requests take they have to go on arriving. Else a queue that only grows looks short."""
 _LONELY_RATE = 1e-6
 """Requests per second at which each is alone in the cluster."""
 
@@ -53,19 +57,36 @@ class Targets:
 def goodput(workload: Workload, shape: Shape, config: ClusterConfig, profile: Profile, targets: Targets) -> float:
     """Requests per second that the cluster takes within the targets, by bisection; 0 if it meets them at no rate.
 
+    No rate is taken at which all arrive before a queue has had the time to grow.
+    """
+    return _search(workload, shape, config, profile, targets)[0]
+
+
+def _search(workload: Workload, shape: Shape, config: ClusterConfig, profile: Profile, targets: Targets) -> tuple[float, bool]:
+    """The goodput, and whether it is the number of requests that bounds it.
+
     Where no prompts begin alike, nobody asks what is cached: the choice is the same then, and sooner simulated.
     """
     if config.routing == "cache" and not workload.begin_alike(config.block_size):
         config = config.model_copy(update={"routing": "load"})
 
+    unsettled = set()
+
     def good(rate: float) -> bool:
-        return targets.attainment(simulate(workload.at_rate(rate), shape, config, profile)) >= ATTAINMENT
+        ended = simulate(workload.at_rate(rate), shape, config, profile)
+        if targets.attainment(ended) < ATTAINMENT:
+            return False
+        times = [METRICS["e2el"](request) for request in ended if request.error is None]
+        if len(ended) / rate >= _SETTLED * float(np.quantile(times, ATTAINMENT)):
+            return True
+        unsettled.add(rate)
+        return False
 
     low, high = _bracket(good)
     while low and high / low > _PRECISION:
         middle = (low * high) ** 0.5
         low, high = (middle, high) if good(middle) else (low, middle)
-    return low
+    return low, high in unsettled
 
 
 def refusal(workload: Workload, shape: Shape, config: ClusterConfig, profile: Profile) -> str | None:
@@ -114,6 +135,8 @@ class Planned:
     """Highest rate that meets the limits, in requests per second."""
     refusal: str | None = None
     """Why it is 0, if that is because requests are refused even alone."""
+    too_few_requests: bool = False
+    """Whether the cluster may take more: the requests were too few to tell."""
 
     @property
     def per_worker(self) -> float:
@@ -132,8 +155,8 @@ def plan(
     """The goodput of every shape that the configuration allows. `on_planned` is told of each when it is known."""
     found = []
     for shape in shapes(max_workers, colocated=config.disaggregation == "never"):
-        rate = goodput(workload, shape, config, profile, targets)
-        planned = Planned(shape, rate, None if rate else refusal(workload, shape, config, profile))
+        rate, too_few = _search(workload, shape, config, profile, targets)
+        planned = Planned(shape, rate, None if rate else refusal(workload, shape, config, profile), too_few)
         found.append(planned)
         on_planned(planned)
     return found

@@ -97,7 +97,10 @@ class Router:
         """Take a request that a client sends now."""
         num_tokens, max_tokens = len(request.token_ids), request.output_len
         decode, prefill = next(iter(self._decodes.values())), next(iter(self._prefills.values()), None)
-        if not decode.fits(num_tokens, max_tokens):
+        context = self._config.max_model_len
+        if context is not None and num_tokens + max_tokens > context:
+            self._refuse(request, f"prompt ({num_tokens}) and answer ({max_tokens}) exceed the model's context ({context})")
+        elif not decode.fits(num_tokens, max_tokens):
             room = self._config.decode.kv_cache_tokens
             self._refuse(request, f"prompt ({num_tokens}) and answer ({max_tokens}) exceed decode.kv_cache_tokens ({room})")
         elif prefill is not None and not prefill.fits(num_tokens):

@@ -108,7 +108,7 @@ def _planned(options: PlanOptions) -> tuple[Workload, Sequence[Planned], str]:
 
 
 def _step_times(config: ClusterConfig, path: Path | None) -> tuple[Profile, ClusterConfig, str]:
-    """Step times, the configuration with the sizes of steps that such a cluster has, and a sentence on whose times they are.
+    """Step times, the configuration with the context and sizes of steps that such a cluster has, and whose times they are.
 
     They are those in the file at `path`. Without one, this machine's for this model, if they were measured, else the laptop's.
     Raises InvalidRequestError if the file can't be used, ConfigError if the model can't.
@@ -123,11 +123,13 @@ def _step_times(config: ClusterConfig, path: Path | None) -> tuple[Profile, Clus
         if path is not None:
             raise InvalidRequestError("--profile is not for engine: paced, which has its paced_profile", param="profile")
         paced = load_paced_profile(config.paced_profile)
-        return Profile.of_paced(paced), config, f"step times: {paced.name}"
+        return Profile.of_paced(paced), _with_context(config, paced.context_tokens), f"step times: {paced.name}"
+    facts = resolve_for(config).facts if is_here(config.model) else None
+    if facts is not None:
+        config = _with_context(config, facts.max_model_len)
     if path is not None:
         return Profile.load(path), config, f"step times: {path}"
-    if is_here(config.model):
-        facts = resolve_for(config).facts
+    if facts is not None:
         known = known_profiles(config, facts)
         if (profile := measured_step_times(config, known)) is not None:
             whose = f"step times: {config.model} on this machine, as `tandem profile` shows them"
@@ -136,6 +138,11 @@ def _step_times(config: ClusterConfig, path: Path | None) -> tuple[Profile, Clus
     laptop = f"{profile.machine['processor']}, {profile.machine['cores']} cores"
     whose = f"step times: smollm2 on a laptop ({laptop}); `tandem profile` measures {config.model} on this machine"
     return profile, config, whose
+
+
+def _with_context(config: ClusterConfig, context_tokens: int) -> ClusterConfig:
+    """The configuration with the model's context, where nobody chose a smaller one."""
+    return config.model_copy(update={"max_model_len": config.max_model_len or context_tokens})
 
 
 def _workload(options: PlanOptions) -> Workload:
@@ -165,9 +172,9 @@ def _print(planned: Sequence[Planned], rate: float | None, title: str, options: 
         table.add_column(column, justify="right")
     for each in planned:
         notes = [*(["best ratio"] if each is ratio and each.goodput else []), *(["enough"] if each is enough else [])]
-        table.add_row(
-            str(each.shape), str(each.shape.workers), f"{each.goodput:.2f}", f"{each.per_worker:.2f}", ", ".join(notes)
-        )
+        least = "at least " if each.too_few_requests else ""
+        figures = (f"{least}{each.goodput:.2f}", f"{least}{each.per_worker:.2f}")
+        table.add_row(str(each.shape), str(each.shape.workers), *figures, ", ".join(notes))
     console = Console()
     console.print(table)
     if not ratio.goodput:
@@ -176,4 +183,6 @@ def _print(planned: Sequence[Planned], rate: float | None, title: str, options: 
     elif rate is not None:
         wanted = f"{rate:.3g} requests/s"
         few = f"{options.max_workers} workers are too few for {wanted}"
+        if any(each.too_few_requests for each in planned):
+            few = f"{options.num_prompts} requests are too few for {wanted}: raise --num-prompts"
         console.print(f"{enough.shape} is enough for {wanted}" if enough else few)

@@ -24,7 +24,7 @@ export class Failure extends Error {
 export async function servedModel(key) {
   const response = await request("v1/models", key, { signal: AbortSignal.timeout(MODELS_DEADLINE_MS) });
   const { data } = await response.json();
-  if (!data.length) throw new Failure("This key is not for the model that is served here.");
+  if (!data.length) throw new Failure("This key is not for the model that is served here.", 403);
   return data[0].id;
 }
 

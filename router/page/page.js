@@ -13,6 +13,7 @@ import { answerTo, Failure, servedModel } from "./api.js";
 import { show } from "./text.js";
 
 const KEY = "tandem-api-key";
+const KEY_STATUSES = [401, 403]; // of answers that another key may change
 const NEAR_END_PX = 80;
 const SHORTEST_RATE_S = 0.05; // a browser that draws is late by that much, so a rate over less would say nothing
 
@@ -147,7 +148,7 @@ async function findModel() {
 }
 
 function tell(error) {
-  if (error instanceof Failure && error.status === 401) {
+  if (error instanceof Failure && KEY_STATUSES.includes(error.status)) {
     // Without a key the form says all there is to say.
     problem.textContent = key() ? error.message : "";
     sessionStorage.removeItem(KEY);

@@ -90,15 +90,16 @@ export function connectActions(cluster, tell) {
 function connectScale(cluster, tell) {
   const names = ["prefill", "decode", "routers"];
   const fields = new Map(names.map((name) => [name, document.getElementById(`scale-${name}`)]));
-  const scale = new Action("scale", () => runScale(cluster, fields), tell);
+  let shown = {};
+  const scale = new Action("scale", () => runScale(cluster, fields, shown), tell);
   document.getElementById("scale-button").addEventListener("click", () => {
-    const wanted = sizesOf(cluster.poll());
+    shown = sizesOf(cluster.poll());
     scale.open();
     for (const [name, field] of fields) {
-      const there = name in wanted;
+      const there = name in shown;
       field.closest("[data-size]").hidden = !there;
       field.disabled = !there;
-      field.value = wanted[name] ?? "";
+      field.value = shown[name] ?? "";
     }
   });
 }
@@ -108,14 +109,14 @@ function sizesOf({ wanted, routers }) {
   return routers === null ? wanted : { ...wanted, routers };
 }
 
-async function runScale(cluster, fields) {
-  const wanted = sizesOf(cluster.poll());
+/** Orders the numbers that differ from those that the dialog showed: others may have changed meanwhile. */
+async function runScale(cluster, fields, shown) {
   const sizes = {};
   for (const [name, field] of fields) {
-    if (name in wanted && field.valueAsNumber !== wanted[name]) sizes[name] = field.valueAsNumber;
+    if (name in shown && field.valueAsNumber !== shown[name]) sizes[name] = field.valueAsNumber;
   }
   const asked = Object.entries(sizes).map(([name, number]) => `${number} ${SIZED[name](number)}`).join(", ");
-  if (!asked) throw new Failure("These are the numbers that the cluster has already.");
+  if (!asked) throw new Failure("No number was changed here.");
   await cluster.post("admin/scale", sizes);
   return { event: `asked here for ${asked}`, outcome: `The cluster is on its way to ${asked}.` };
 }

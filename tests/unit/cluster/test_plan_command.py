@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from cluster.commands import cli
+from configs import models
+from simulator.profile import LAPTOP
+from tests.tiny_models import tiny_facts
 
 
 @pytest.fixture(autouse=True)
@@ -75,6 +79,36 @@ def test_why_no_cluster_meets_the_targets(
     out = capsys.readouterr().out
     assert f"no cluster meets {slo} at any rate: {why}\n" in out
     assert "best ratio" not in out
+
+
+@pytest.mark.parametrize("said", ["max_model_len: 103", "engine: paced\nmax_model_len: 103"])
+def test_requests_beyond_the_configured_context_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], said: str
+) -> None:
+    config = tmp_path / "cluster.yaml"
+    config.write_text(f"{said}\n")
+    lengths = ("--random-input-len", "100", "--random-output-len", "4", "--num-prompts", "2", "--max-workers", "2")
+    assert tandem(monkeypatch, "--dataset", "random", *lengths, "--config", str(config)) == 0
+    assert "prompt (100) and answer (4) exceed the model's context (103)" in capsys.readouterr().out
+
+
+def test_the_context_is_the_models_where_the_model_is_here(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(models, "is_here", lambda name: True)
+    monkeypatch.setattr(models, "resolve_for", lambda config: SimpleNamespace(facts=tiny_facts("small", max_model_len=103)))
+    lengths = ("--random-input-len", "100", "--random-output-len", "4", "--num-prompts", "2", "--max-workers", "2")
+    assert tandem(monkeypatch, "--dataset", "random", *lengths, "--profile", str(LAPTOP)) == 0
+    assert "prompt (100) and answer (4) exceed the model's context (103)" in capsys.readouterr().out
+
+
+def test_too_few_requests_are_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    lengths = ("--random-input-len", "64", "--random-output-len", "16", "--num-prompts", "30", "--max-workers", "2")
+    assert tandem(monkeypatch, "--dataset", "random", *lengths, "--slo", "ttft:5000", "--rate", "1000") == 0
+    out = capsys.readouterr().out
+    assert "at least" in out
+    assert "30 requests are too few for 1e+03 requests/s: raise --num-prompts" in out
+    assert "enough" not in out
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,11 @@ def test_azure_files(tmp_path: Path) -> None:
     )
     with pytest.raises(InvalidRequestError, match=r"line 3: .*offset-naive"):
         azure_rows(path)
+    long = "5" * 140_000
+    for text in ('TIMESTAMP,ContextTokens,GeneratedTokens\n1,"2,3\n' + long, long):
+        path.write_text(text)
+        with pytest.raises(InvalidRequestError, match="field larger than field limit"):
+            azure_rows(path)
     path.write_text("a,b\n")
     with pytest.raises(InvalidRequestError, match="columns"):
         azure_rows(path)

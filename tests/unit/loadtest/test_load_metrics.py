@@ -128,6 +128,8 @@ def test_stages_of_those_who_told() -> None:
     shares = stage_shares(records)
     assert list(shares) == ["queue", "decode_step"]
     assert shares["queue"]["mean_ms"] == pytest.approx(1500)
+    assert shares["decode_step"]["mean_ms"] == pytest.approx(1500), "of one request it was no time at all"
+    assert shares["decode_step"]["p99_ms"] == pytest.approx(2970)
     assert shares["queue"]["share"] == shares["decode_step"]["share"] == pytest.approx(0.5)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -203,6 +204,15 @@ def test_what_is_said_saved_and_drawn(tmp_path: Path) -> None:
         plots.check_plot(tmp_path / "plot.pdf")
 
 
+def test_a_result_without_limits_is_saved_and_drawn(tmp_path: Path) -> None:
+    flags = {"timeout_s": math.inf, "goodput": ["ttft:inf", "tpot:50"], "burstiness": math.inf, "request_rate": 500.0}
+    finished = bench(OpenAiServer(), **flags)
+    options = json.loads(report.save_json(finished, tmp_path, "result.json").read_text())["options"]
+    assert (options["timeout_s"], options["burstiness"], options["request_rate"]) == ("inf", "inf", 500.0)
+    assert options["goodput"] == {"ttft": "inf", "tpot": 50.0}
+    plots.plot(finished, tmp_path / "plot.png")
+
+
 def test_what_others_say_is_printed_as_it_is() -> None:
     finished = bench(OpenAiServer(owned_by="tandem"), model="mine[/x]")
     finished.stages = {"[/queue]": finished.stages["queue"]}
@@ -237,6 +247,9 @@ def test_a_client_that_is_the_bottleneck_says_so() -> None:
         ({"time_scale": 1.0}, "time_scale"),
         ({"length_scale": 2.0}, "length_scale"),
         ({"num_prompts": 0}, "num_prompts"),
+        ({"request_rate": 0.0}, "request_rate"),
+        ({"burstiness": -1.0}, "burstiness"),
+        ({"dataset_name": "azure", "dataset_path": Path("x"), "time_scale": math.inf}, "time_scale"),
         ({"max_concurrency": 0}, "max_concurrency"),
         ({"endpoint": "v1"}, "endpoint"),
         ({"temperature": 2.5}, "temperature"),

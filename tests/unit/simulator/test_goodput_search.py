@@ -16,7 +16,7 @@ from configs.step_times import Line
 from loadtest.datasets import Lengths, TraceRow
 from protocol.errors import InvalidRequestError
 from simulator.cluster import Shape
-from simulator.goodput import Planned, Targets, best_ratio, goodput, refusal, shapes, smallest_for
+from simulator.goodput import Planned, Targets, best_ratio, goodput, plan, refusal, shapes, smallest_for
 from simulator.profile import LAPTOP, Profile, Slowdown, Slowdowns
 from simulator.workload import Workload, block_requests, random_workload, trace_workload
 
@@ -42,6 +42,19 @@ def test_a_plan_asks_what_is_cached_where_prompts_begin_alike() -> None:
     assert (own.begin_alike(16), alike.begin_alike(16)) == (False, True)
     assert goodput(own, Shape(2, 1), config, profile, targets) == goodput(own, Shape(2, 1), by_load, profile, targets)
     assert goodput(alike, Shape(2, 1), config, profile, targets) > goodput(own, Shape(2, 1), config, profile, targets)
+
+
+def test_too_few_requests_for_a_figure_are_told_and_give_no_absurd_one() -> None:
+    profile, config = Profile.load(LAPTOP), load_config(None, {"disaggregation": "always"})
+    few, more = (random_workload(num, Lengths(64, 16, 0.0, 0), 0) for num in (30, 150))
+    for targets in (Targets({"tpot": 50}), Targets({"e2el": 30_000}), Targets({"ttft": 5000})):
+        (planned,) = plan(few, config, profile, targets, 2, lambda each: None)
+        assert planned.too_few_requests
+        assert 1 < planned.goodput < 30
+    (planned,) = plan(more, config, profile, Targets({"ttft": 500, "tpot": 50}), 2, lambda each: None)
+    assert not planned.too_few_requests
+    (planned,) = plan(few, config, profile, Targets({"ttft": 1}), 2, lambda each: None)
+    assert (planned.goodput, planned.too_few_requests) == (0, False)
 
 
 def test_a_refusal_is_told_if_more_are_refused_than_may_miss() -> None:

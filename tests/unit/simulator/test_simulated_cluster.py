@@ -31,6 +31,13 @@ from tests.unit.simulator.small_clusters import (
 )
 
 
+def test_what_is_longer_than_the_models_context_is_refused() -> None:
+    requests = [Request(0, 0.0, [1] * 48, 16), Request(1, 1.0, [2] * 48, 17)]
+    simulate(requests, Shape(1, 1), config(max_model_len=64), profile())
+    assert requests[0].error is None
+    assert requests[1].error == "prompt (48) and answer (17) exceed the model's context (64)"
+
+
 @settings(max_examples=60, deadline=None)
 @given(request_lists(), cluster_strategy, st.integers(1, 2))
 def test_every_request_ends_once_and_in_order(

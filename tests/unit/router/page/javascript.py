@@ -17,12 +17,12 @@ _PROGRAM = """
 import {{ readFileSync }} from "node:fs";
 const {{ modules, given }} = JSON.parse(readFileSync(0, "utf8"));
 const imported = await Promise.all(modules.map((each) => import(each)));
-console.log(JSON.stringify(({function})(Object.assign({{}}, ...imported), given)));
+console.log(JSON.stringify(await ({function})(Object.assign({{}}, ...imported), given)));
 """
 
 
 def run_script(function: str, given: Any, *modules: str) -> Any:
-    """The result of a JavaScript function that is called with what these files of the pages export, and with `given`."""
+    """The result of a JavaScript function, maybe an async one, called with what these files export and with `given`."""
     assert NODE is not None
     command = [NODE, "--input-type=module", "--eval", _PROGRAM.format(function=function)]
     text = json.dumps({"modules": [(FOLDER / name).as_uri() for name in modules], "given": given})
