@@ -14,7 +14,7 @@ from pathlib import Path
 import tokenizers
 
 from configs.facts import ByteLevelBpe, TokenizerFacts
-from configs.model_files.vocabulary import spelled_bytes
+from configs.model_files.vocabulary import token_speller
 from protocol.errors import ConfigError, InvalidRequestError
 from router.text.byte_bpe import ByteBpe, UnsplittableError
 from router.text.detokenizer import BytesDetokenizer, Detokenizer, WindowDetokenizer
@@ -180,6 +180,7 @@ class _JsonTokenizer(Tokenizer):
         self._whole = WholeTokens(facts.special_tokens, {})
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self._spell = token_speller(self._tokenizer)
         self._vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @property
@@ -195,7 +196,7 @@ class _JsonTokenizer(Tokenizer):
         return str(self._tokenizer.decode(known, skip_special_tokens=skip_special))
 
     def token_bytes(self, token_id: int) -> bytes:
-        return spelled_bytes(self._tokenizer.id_to_token(token_id)) if 0 <= token_id < self._vocab_size else b""
+        return self._spell(token_id) if 0 <= token_id < self._vocab_size else b""
 
     def detokenizer(self, before: Sequence[int] = ()) -> Detokenizer:
         return WindowDetokenizer(self._tokenizer, self._vocab_size, self._special_ids, before)
