@@ -69,8 +69,29 @@ def test_bos(make_gguf: Files, pre: str, stated: bool | None, add_bos: bool) -> 
     assert model_from_gguf(path, "tiny").tokenizer.add_bos is add_bos
 
 
-def test_end_of_turn_ends_an_answer_too(make_gguf: Files) -> None:
-    assert model_from_gguf(make_gguf(tokenizer__ggml__eot_token_id=0), "tiny").facts.eos_token_ids == (1, 0)
+@pytest.mark.parametrize("key", ["eot", "eom"])
+def test_ends_of_turns_and_messages_end_an_answer_too(make_gguf: Files, key: str) -> None:
+    assert model_from_gguf(make_gguf(**{f"tokenizer__ggml__{key}_token_id": 0}), "tiny").facts.eos_token_ids == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("token", "changes", "ends"),
+    [
+        ("<|eot_id|>", {}, (1, 0)),
+        ("<|eom_id|>", {}, (1, 0)),
+        ("<|endoftext|>", {}, (1, 0)),
+        ("<|im_end|>", {"tokenizer__ggml__eos_token_id": None}, (0,)),
+        ("<|im_end|>", {"tokenizer__ggml__eos_token_id": 0}, (0,)),
+        ("<|endoftext|>", {"tokenizer__ggml__unknown_token_id": 0}, (1,)),
+        ("<|endoftext|>", {"tokenizer__ggml__token_type": [1] * VOCABULARY}, (1,)),
+        ("<|im_start|>", {}, (1,)),
+    ],
+)
+def test_control_tokens_that_end_an_answer_wherever_they_are(
+    make_gguf: Files, vocabulary: list[str], token: str, changes: dict[str, Any], ends: tuple[int, ...]
+) -> None:
+    path = make_gguf(tokenizer__ggml__tokens=[token, *vocabulary[1:]], **changes)
+    assert model_from_gguf(path, "tiny").facts.eos_token_ids == ends
 
 
 def test_without_a_chat_template(make_gguf: Files) -> None:
