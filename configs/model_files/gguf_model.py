@@ -202,5 +202,5 @@ def _tokenizer(fields: Fields) -> TokenizerFacts:
         bos_token=bos_token,
         eos_token=named("tokenizer.ggml.eos_token_id"),
         unk_token=named("tokenizer.ggml.unknown_token_id"),
-        add_bos=bos_token is not None and fields.flag("tokenizer.ggml.add_bos_token", before.add_bos),
+        prompt_bos=bos_token if fields.flag("tokenizer.ggml.add_bos_token", before.add_bos) else None,
     )

@@ -42,11 +42,11 @@ class Tokenizer(ABC):
 
     def __init__(self, facts: TokenizerFacts) -> None:
         self._bos: list[int] = []
-        if facts.add_bos:
+        if facts.prompt_bos is not None:
             known = facts.special_tokens | facts.user_tokens
-            if facts.bos_token not in known:
-                raise ConfigError(f"the model's BOS token {facts.bos_token!r} is not one of its special tokens", param="model")
-            self._bos = [known[facts.bos_token]]
+            if facts.prompt_bos not in known:
+                raise ConfigError(f"the model's BOS token {facts.prompt_bos!r} is not one of its special tokens", param="model")
+            self._bos = [known[facts.prompt_bos]]
         self._special_ids = frozenset(facts.special_tokens.values())
 
     def encode(self, text: str, *, add_bos: bool = False, param: str = "prompt") -> list[int]:

@@ -33,7 +33,7 @@ def test_the_default_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token) == ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
     assert len(tokenizer.special_tokens) == 17
     assert tokenizer.user_tokens == {}
-    assert not tokenizer.add_bos
+    assert tokenizer.prompt_bos is None
     assert tokenizer.chat_template is not None
     assert "add_generation_prompt" in tokenizer.chat_template
 
@@ -66,7 +66,7 @@ def test_tokens_by_kind(make_gguf: Files) -> None:
 )
 def test_bos(make_gguf: Files, pre: str, stated: bool | None, add_bos: bool) -> None:
     path = make_gguf(tokenizer__ggml__pre=pre, tokenizer__ggml__add_bos_token=stated)
-    assert model_from_gguf(path, "tiny").tokenizer.add_bos is add_bos
+    assert model_from_gguf(path, "tiny").tokenizer.prompt_bos == ("<s>" if add_bos else None)
 
 
 @pytest.mark.parametrize("key", ["eot", "eom"])

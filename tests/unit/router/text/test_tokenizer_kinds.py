@@ -266,7 +266,7 @@ def test_facts_that_contradict_themselves(trained: Path) -> None:
     for broken, says in (
         (replace(facts, byte_level_bpe=replace(bpe, merges=("q qqq",))), "merge 0 .* makes no token"),
         (replace(facts, byte_level_bpe=replace(bpe, tokens=("中", *bpe.tokens[1:]))), "not written in the byte alphabet"),
-        (replace(facts, add_bos=True, bos_token="<absent>"), "BOS token '<absent>' is not one of"),
+        (replace(facts, prompt_bos="<absent>"), "BOS token '<absent>' is not one of"),
     ):
         with pytest.raises(ConfigError, match=says):
             Tokenizer.build(broken)
