@@ -8,6 +8,7 @@ version 4 (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`).
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 
 from configs.cache import file_sha256
@@ -44,6 +45,10 @@ def model_from_directory(folder: Path, name: str) -> Model:
     known = [*tokenizer.special_tokens.values(), *tokenizer.user_tokens.values(), len(bpe.tokens) - 1 if bpe else 0]
     if max(known) >= facts.vocab_size:
         raise model_error(f"{folder}: the tokenizer has the id {max(known)}, the model only {facts.vocab_size} tokens")
+    end = tokenizer.special_tokens.get(tokenizer.eos_token or "")
+    if end is not None and end not in facts.eos_token_ids:
+        # The chat template ends turns with it, whatever a generation_config.json of the base model says. So does vLLM.
+        facts = replace(facts, eos_token_ids=(*facts.eos_token_ids, end))
     return Model(facts, tokenizer)
 
 

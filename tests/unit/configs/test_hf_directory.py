@@ -125,6 +125,17 @@ def test_a_window_that_is_null_is_none(make_directory: Files, family: dict[str, 
     assert facts_from_directory(path.parent, "tiny").sliding_windows == ()
 
 
+@pytest.mark.parametrize(
+    ("eos_token", "ends"), [("</s>", (0, 1)), ({"content": "</s>"}, (0, 1)), ("<s>", (0,)), ("hell", (0,)), (None, (0,))]
+)
+def test_the_tokenizers_end_ends_an_answer_too(make_directory: Files, eos_token: Any, ends: tuple[int, ...]) -> None:
+    """If it is a control token."""
+    folder = make_directory(eos_token_id=5)
+    (folder / "generation_config.json").write_text('{"eos_token_id": 0}')
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos_token}))
+    assert model_from_directory(folder, "tiny").facts.eos_token_ids == ends
+
+
 def test_where_the_end_of_an_answer_comes_from(make_directory: Files) -> None:
     folder = make_directory(eos_token_id=[5, 6, 5])
     assert facts_from_directory(folder, "tiny").eos_token_ids == (5, 6)
