@@ -179,6 +179,10 @@ def _tokenizer(fields: Fields) -> TokenizerFacts:
     if len(kinds) != len(tokens):
         raise fields.wrong("tokenizer.ggml.token_type", f"a list of {len(tokens)} kinds, one for each token")
 
+    def found_whole(kind: int) -> dict[str, int]:
+        # Some converters pad with tokens without a text, which would be found everywhere.
+        return {token: token_id for token_id, token in enumerate(tokens) if token and kinds[token_id] == kind}
+
     def named(key: str) -> str | None:
         if key not in fields:
             return None
@@ -197,8 +201,8 @@ def _tokenizer(fields: Fields) -> TokenizerFacts:
         ),
         tokenizer_json=None,
         chat_template=fields.text("tokenizer.chat_template") if "tokenizer.chat_template" in fields else None,
-        special_tokens={token: token_id for token_id, token in enumerate(tokens) if kinds[token_id] == _CONTROL},
-        user_tokens={token: token_id for token_id, token in enumerate(tokens) if kinds[token_id] == _USER_DEFINED},
+        special_tokens=found_whole(_CONTROL),
+        user_tokens=found_whole(_USER_DEFINED),
         bos_token=bos_token,
         eos_token=named("tokenizer.ggml.eos_token_id"),
         unk_token=named("tokenizer.ggml.unknown_token_id"),

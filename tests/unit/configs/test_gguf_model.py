@@ -61,6 +61,14 @@ def test_tokens_by_kind(make_gguf: Files) -> None:
     assert tokenizer.user_tokens == {"</s>": 1}
 
 
+@pytest.mark.parametrize("kind", [3, 4])
+def test_tokens_without_a_text_are_found_nowhere(make_gguf: Files, vocabulary: list[str], kind: int) -> None:
+    padded = [*vocabulary[:-1], ""]
+    kinds = [3, 3, *[1] * (VOCABULARY - 3), kind]
+    tokenizer = model_from_gguf(make_gguf(tokenizer__ggml__tokens=padded, tokenizer__ggml__token_type=kinds), "tiny").tokenizer
+    assert (tokenizer.special_tokens, tokenizer.user_tokens) == ({"<s>": 0, "</s>": 1}, {})
+
+
 @pytest.mark.parametrize(
     ("pre", "stated", "add_bos"), [("smollm", None, False), ("llama-bpe", None, True), ("llama-bpe", False, False)]
 )
