@@ -32,6 +32,9 @@ _ARCHITECTURES = {
 }
 _DEFAULT_CONTEXT = {"LlamaForCausalLM": 2048, _MISTRAL: 131_072, "Qwen2ForCausalLM": 32_768, "Qwen3ForCausalLM": 32_768}
 _DEFAULT_QWEN3_HEAD_DIM = 128
+_DEFAULT_KV_HEADS = {_MISTRAL: 8, "Qwen2ForCausalLM": 32, "Qwen3ForCausalLM": 32}
+"""Where the key is absent; with null, and for Llama, there are as many as heads."""
+_DEFAULT_EOS = {"LlamaForCausalLM": (2,), _MISTRAL: (2,)}
 
 
 def model_from_directory(folder: Path, name: str) -> Model:
@@ -169,7 +172,8 @@ def _heads(config: Fields, architecture: Architecture) -> tuple[int, int]:
         head_dim = config.count("head_dim", config.count("hidden_size") // num_heads)
     if head_dim % 2:
         raise config.wrong("head_dim", "an even number")
-    num_kv_heads = config.count("num_key_value_heads", 8 if _named(config) == _MISTRAL else num_heads)
+    default = num_heads if config.given("num_key_value_heads") else _DEFAULT_KV_HEADS.get(_named(config), num_heads)
+    num_kv_heads = config.count("num_key_value_heads", default)
     if num_heads % num_kv_heads:
         raise config.wrong("num_key_value_heads", f"a divisor of the {num_heads} heads")
     return head_dim, num_kv_heads
@@ -182,7 +186,7 @@ def _eos_token_ids(folder: Path, config: Fields, vocab_size: int) -> tuple[int, 
         generation = read_json(folder / GENERATION_CONFIG)
         if "eos_token_id" in generation:
             source = generation
-    token_ids = source.integers("eos_token_id", ())
+    token_ids = source.integers("eos_token_id", () if config.given("eos_token_id") else _DEFAULT_EOS.get(_named(config), ()))
     if not all(0 <= token_id < vocab_size for token_id in token_ids):
         raise source.wrong("eos_token_id", f"within the vocabulary of {vocab_size}")
     return tuple(dict.fromkeys(token_ids))
