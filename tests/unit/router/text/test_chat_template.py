@@ -105,7 +105,7 @@ def test_tools_of_a_template_without_a_system_role(facts: TokenizerFacts, templa
     format_ = shown_by(compiled, tool_format(template))
     assert format_.several
     calls = [{"id": f"c{index}", "type": "function", "function": {"name": "f", "arguments": {}}} for index in range(2)]
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "user", "content": "What <|im_end|> now?"},
         {"role": "assistant", "content": "", "tool_calls": calls},
         {"role": "tool", "tool_call_id": "c0", "content": "one"},
