@@ -160,8 +160,8 @@ class TokenizerFacts:
     bos_token: str | None
     eos_token: str | None
     unk_token: str | None
-    add_bos: bool
-    """Whether the tokenizer puts BOS in front of a plain prompt."""
+    prompt_bos: str | None
+    """The token that the tokenizer puts in front of a plain prompt: mostly `bos_token`. None if there is none."""
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,8 @@ from configs.model_files.rope import longest_context, read_rope
 
 _CONTROL, _USER_DEFINED = 3, 4
 """Kinds in tokenizer.ggml.token_type that text never merges into."""
+_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>")
+"""Control tokens that end an answer whether or not the file says so, as in llama.cpp: files often name one of several."""
 _EMBEDDING, _HEAD, _ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 
 
@@ -79,7 +81,7 @@ def _facts(index: GgufIndex, fields: Fields, tokenizer: TokenizerFacts, name: st
         tie_word_embeddings=_HEAD not in index.tensors,
         attention_bias=architecture is Architecture.QWEN2,
         qk_norm=architecture is Architecture.QWEN3,
-        eos_token_ids=_eos_token_ids(fields, embedding.shape[0]),
+        eos_token_ids=_eos_token_ids(fields, tokenizer, embedding.shape[0]),
         model_hash=file_sha256(index.path),
         weight_format=WeightFormat.GGUF,
         weight_files=(index.path,),
@@ -100,12 +102,16 @@ def _refuse_unsupported(fields: Fields, prefix: str) -> None:
         raise fields.wrong(f"{prefix}.attention.sliding_window", "absent: sliding windows are not supported")
 
 
-def _eos_token_ids(fields: Fields, vocab_size: int) -> tuple[int, ...]:
-    keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+def _eos_token_ids(fields: Fields, tokenizer: TokenizerFacts, vocab_size: int) -> tuple[int, ...]:
+    """Those that the file names, then those known by their text. One that stands for unknown text (SmolLM2) ends nothing."""
+    keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
     for key in keys:
         if key in fields and fields.integer(key) >= vocab_size:
             raise fields.wrong(key, f"below the vocabulary's size, {vocab_size}")
-    return tuple(dict.fromkeys(fields.integer(key) for key in keys if key in fields))
+    known = [
+        tokenizer.special_tokens[text] for text in _ENDS if text in tokenizer.special_tokens and text != tokenizer.unk_token
+    ]
+    return tuple(dict.fromkeys([*(fields.integer(key) for key in keys if key in fields), *known]))
 
 
 def _declared_scaling(fields: Fields, prefix: str, first_context: int) -> RopeScaling | None:
@@ -173,6 +179,10 @@ def _tokenizer(fields: Fields) -> TokenizerFacts:
     if len(kinds) != len(tokens):
         raise fields.wrong("tokenizer.ggml.token_type", f"a list of {len(tokens)} kinds, one for each token")
 
+    def found_whole(kind: int) -> dict[str, int]:
+        # Some converters pad with tokens without a text, which would be found everywhere.
+        return {token: token_id for token_id, token in enumerate(tokens) if token and kinds[token_id] == kind}
+
     def named(key: str) -> str | None:
         if key not in fields:
             return None
@@ -191,10 +201,10 @@ def _tokenizer(fields: Fields) -> TokenizerFacts:
         ),
         tokenizer_json=None,
         chat_template=fields.text("tokenizer.chat_template") if "tokenizer.chat_template" in fields else None,
-        special_tokens={token: token_id for token_id, token in enumerate(tokens) if kinds[token_id] == _CONTROL},
-        user_tokens={token: token_id for token_id, token in enumerate(tokens) if kinds[token_id] == _USER_DEFINED},
+        special_tokens=found_whole(_CONTROL),
+        user_tokens=found_whole(_USER_DEFINED),
         bos_token=bos_token,
         eos_token=named("tokenizer.ggml.eos_token_id"),
         unk_token=named("tokenizer.ggml.unknown_token_id"),
-        add_bos=bos_token is not None and fields.flag("tokenizer.ggml.add_bos_token", before.add_bos),
+        prompt_bos=bos_token if fields.flag("tokenizer.ggml.add_bos_token", before.add_bos) else None,
     )

@@ -8,6 +8,7 @@ version 4 (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`).
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 
 from configs.cache import file_sha256
@@ -31,6 +32,9 @@ _ARCHITECTURES = {
 }
 _DEFAULT_CONTEXT = {"LlamaForCausalLM": 2048, _MISTRAL: 131_072, "Qwen2ForCausalLM": 32_768, "Qwen3ForCausalLM": 32_768}
 _DEFAULT_QWEN3_HEAD_DIM = 128
+_DEFAULT_KV_HEADS = {_MISTRAL: 8, "Qwen2ForCausalLM": 32, "Qwen3ForCausalLM": 32}
+"""Where the key is absent; with null, and for Llama, there are as many as heads."""
+_DEFAULT_EOS = {"LlamaForCausalLM": (2,), _MISTRAL: (2,)}
 
 
 def model_from_directory(folder: Path, name: str) -> Model:
@@ -44,6 +48,10 @@ def model_from_directory(folder: Path, name: str) -> Model:
     known = [*tokenizer.special_tokens.values(), *tokenizer.user_tokens.values(), len(bpe.tokens) - 1 if bpe else 0]
     if max(known) >= facts.vocab_size:
         raise model_error(f"{folder}: the tokenizer has the id {max(known)}, the model only {facts.vocab_size} tokens")
+    end = tokenizer.special_tokens.get(tokenizer.eos_token or "")
+    if end is not None and end not in facts.eos_token_ids:
+        # The chat template ends turns with it, whatever a generation_config.json of the base model says. So does vLLM.
+        facts = replace(facts, eos_token_ids=(*facts.eos_token_ids, end))
     return Model(facts, tokenizer)
 
 
@@ -164,7 +172,8 @@ def _heads(config: Fields, architecture: Architecture) -> tuple[int, int]:
         head_dim = config.count("head_dim", config.count("hidden_size") // num_heads)
     if head_dim % 2:
         raise config.wrong("head_dim", "an even number")
-    num_kv_heads = config.count("num_key_value_heads", 8 if _named(config) == _MISTRAL else num_heads)
+    default = num_heads if config.given("num_key_value_heads") else _DEFAULT_KV_HEADS.get(_named(config), num_heads)
+    num_kv_heads = config.count("num_key_value_heads", default)
     if num_heads % num_kv_heads:
         raise config.wrong("num_key_value_heads", f"a divisor of the {num_heads} heads")
     return head_dim, num_kv_heads
@@ -177,7 +186,7 @@ def _eos_token_ids(folder: Path, config: Fields, vocab_size: int) -> tuple[int, 
         generation = read_json(folder / GENERATION_CONFIG)
         if "eos_token_id" in generation:
             source = generation
-    token_ids = source.integers("eos_token_id", ())
+    token_ids = source.integers("eos_token_id", () if config.given("eos_token_id") else _DEFAULT_EOS.get(_named(config), ()))
     if not all(0 <= token_id < vocab_size for token_id in token_ids):
         raise source.wrong("eos_token_id", f"within the vocabulary of {vocab_size}")
     return tuple(dict.fromkeys(token_ids))

@@ -40,7 +40,6 @@ def read_tokenizer(folder: Path) -> TokenizerFacts:
     bpe = _byte_level_bpe(tokenizer, added)
     if bpe is None:
         _check_readable(path)
-    add_bos = config.flag("add_bos_token", first_token is not None and first_token == bos_token)
     return TokenizerFacts(
         byte_level_bpe=bpe,
         tokenizer_json=path if bpe is None else None,
@@ -50,7 +49,7 @@ def read_tokenizer(folder: Path) -> TokenizerFacts:
         bos_token=bos_token,
         eos_token=_named_token(config, "eos_token"),
         unk_token=_named_token(config, "unk_token"),
-        add_bos=add_bos and bos_token is not None,
+        prompt_bos=_prompt_bos(config, bos_token, first_token),
     )
 
 
@@ -97,6 +96,15 @@ def _chat_template(folder: Path, config: Fields) -> str | None:
     if template is not None and not isinstance(template, str):
         raise config.wrong("chat_template", "a string or a list with an entry named default")
     return template
+
+
+def _prompt_bos(config: Fields, bos_token: str | None, first_token: str | None) -> str | None:
+    """As `transformers` does: the post-processor's token, whichever it is, unless tokenizer_config.json tells about BOS."""
+    if config.flag("add_eos_token", False):
+        raise config.wrong("add_eos_token", "false: nothing is put behind a prompt")
+    if "add_bos_token" not in config:
+        return first_token
+    return bos_token if config.flag("add_bos_token") else None
 
 
 def _first_token(tokenizer: Fields) -> str | None:

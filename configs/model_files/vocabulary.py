@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from configs.facts import ByteLevelBpe, TokenizerFacts
 from protocol.errors import ConfigError
+
+if TYPE_CHECKING:
+    import tokenizers
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _SENTENCEPIECE_SPACE = "\u2581"
@@ -47,8 +52,34 @@ def bpe_token_bytes(facts: ByteLevelBpe, whole: Collection[str]) -> list[bytes]:
     return result
 
 
-def spelled_bytes(token: str | None) -> bytes:
-    """Return the bytes of a token as the `tokenizers` package spells it; no bytes for None."""
+def token_speller(tokenizer: tokenizers.Tokenizer) -> Callable[[int], bytes]:
+    """Return what gives the bytes of a token of the `tokenizers` package; no bytes for an id without a token.
+
+    Tokens are written in the byte alphabet if the decoder reads them so, but for added ones, which stand for their text. Else
+    they are written in SentencePiece's way.
+    """
+    if not _has_byte_level(tokenizer):
+        return lambda token_id: _spelled_bytes(tokenizer.id_to_token(token_id))
+    alphabet, added = byte_alphabet(), tokenizer.get_added_tokens_decoder()
+
+    def spell(token_id: int) -> bytes:
+        token = tokenizer.id_to_token(token_id) or ""
+        # As the decoder does, which leaves a token as it is if any of its characters is no byte.
+        written = token_id not in added and all(character in alphabet for character in token)
+        return bytes(alphabet[character] for character in token) if written else token.encode()
+
+    return spell
+
+
+def _has_byte_level(tokenizer: tokenizers.Tokenizer) -> bool:
+    decoder = tokenizer.decoder
+    if decoder is None:
+        return False
+    described = json.loads(decoder.__getstate__())
+    return any(step.get("type") == "ByteLevel" for step in (described, *described.get("decoders", ())))
+
+
+def _spelled_bytes(token: str | None) -> bytes:
     if token is None:
         return b""
     byte = _BYTE_TOKEN.fullmatch(token)
@@ -60,4 +91,4 @@ def _json_token_bytes(path: Path) -> list[bytes]:
 
     tokenizer = Tokenizer.from_file(str(path))
     size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-    return [spelled_bytes(tokenizer.id_to_token(token_id)) for token_id in range(size)]
+    return list(map(token_speller(tokenizer), range(size)))

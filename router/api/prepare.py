@@ -32,7 +32,16 @@ _TRUNCATED_SHARE = 8
 
 
 def shown_by(template: ChatTemplate, format_: ToolFormat) -> ToolFormat:
-    """Return the format with as many calls in an answer as the template can show in the next turn's prompt: several, or one."""
+    """Return the format with what the template can show: system messages, and several calls in an answer or only one."""
+
+    def says(*roles: str) -> bool:
+        try:
+            text = template.render([{"role": role, "content": f"as {role}"} for role in roles])
+        except InvalidRequestError:
+            return False
+        return all(f"as {role}" in text for role in roles)
+
+    format_ = replace(format_, system=says("system", "user") or not says("user"))
 
     def shows(number: int) -> bool:
         function = {"name": "f", "arguments": {}}

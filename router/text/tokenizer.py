@@ -14,7 +14,7 @@ from pathlib import Path
 import tokenizers
 
 from configs.facts import ByteLevelBpe, TokenizerFacts
-from configs.model_files.vocabulary import spelled_bytes
+from configs.model_files.vocabulary import token_speller
 from protocol.errors import ConfigError, InvalidRequestError
 from router.text.byte_bpe import ByteBpe, UnsplittableError
 from router.text.detokenizer import BytesDetokenizer, Detokenizer, WindowDetokenizer
@@ -42,11 +42,11 @@ class Tokenizer(ABC):
 
     def __init__(self, facts: TokenizerFacts) -> None:
         self._bos: list[int] = []
-        if facts.add_bos:
+        if facts.prompt_bos is not None:
             known = facts.special_tokens | facts.user_tokens
-            if facts.bos_token not in known:
-                raise ConfigError(f"the model's BOS token {facts.bos_token!r} is not one of its special tokens", param="model")
-            self._bos = [known[facts.bos_token]]
+            if facts.prompt_bos not in known:
+                raise ConfigError(f"the model's BOS token {facts.prompt_bos!r} is not one of its special tokens", param="model")
+            self._bos = [known[facts.prompt_bos]]
         self._special_ids = frozenset(facts.special_tokens.values())
 
     def encode(self, text: str, *, add_bos: bool = False, param: str = "prompt") -> list[int]:
@@ -180,6 +180,7 @@ class _JsonTokenizer(Tokenizer):
         self._whole = WholeTokens(facts.special_tokens, {})
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self._spell = token_speller(self._tokenizer)
         self._vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @property
@@ -195,7 +196,7 @@ class _JsonTokenizer(Tokenizer):
         return str(self._tokenizer.decode(known, skip_special_tokens=skip_special))
 
     def token_bytes(self, token_id: int) -> bytes:
-        return spelled_bytes(self._tokenizer.id_to_token(token_id)) if 0 <= token_id < self._vocab_size else b""
+        return self._spell(token_id) if 0 <= token_id < self._vocab_size else b""
 
     def detokenizer(self, before: Sequence[int] = ()) -> Detokenizer:
         return WindowDetokenizer(self._tokenizer, self._vocab_size, self._special_ids, before)

@@ -62,6 +62,8 @@ class ToolFormat:
     """Whether the model's chat template knows tools itself."""
     several: bool = True
     """Whether an answer may have several calls. Some chat templates refuse a message that has more than one."""
+    system: bool = True
+    """Whether the chat template shows system messages. One that does not often wants user and assistant in turns, too."""
     names: tuple[str, ...] = ()
     """The functions that an answer may call, in the format of that answer."""
 
@@ -102,7 +104,7 @@ class ToolFormat:
         """
         if self.native:
             return list(messages), tools or None
-        spelled = [self._spelled(message) for message in messages]
+        spelled = self._in_turns(messages)
         if not tools:
             return spelled, None
         listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
@@ -110,7 +112,12 @@ class ToolFormat:
         instructions = ours(before) + theirs(listed) + after
         if spelled[0]["role"] == "system":
             return [{**spelled[0], "content": theirs(spelled[0]["content"]) + "\n\n" + instructions}, *spelled[1:]], None
-        return [{"role": "system", "content": instructions}, *spelled], None
+        roles = [message["role"] for message in spelled]
+        if self.system or "user" not in roles:
+            return [{"role": "system", "content": instructions}, *spelled], None
+        first = roles.index("user")
+        asked = {**spelled[first], "content": instructions + "\n\n" + theirs(spelled[first]["content"])}
+        return [*spelled[:first], asked, *spelled[first + 1 :]], None
 
     @property
     def _text(self) -> str:
@@ -137,6 +144,18 @@ class ToolFormat:
         properties = {name_key: {"const": name}, arguments_key: arguments}
         call = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
         return json_rule(call, lenient=name not in wishes.strict)
+
+    def _in_turns(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages, spelled. Results of several calls are one message where the template has user and assistant alone."""
+        spelled: list[Message] = []
+        latest = ""
+        for message in messages:
+            result = self._spelled(message)
+            if not self.system and latest == message["role"] == "tool":
+                result = {**result, "content": spelled.pop()["content"] + "\n" + result["content"]}
+            spelled.append(result)
+            latest = message["role"]
+        return spelled
 
     def _spelled(self, message: Message) -> Message:
         """The message for a template that knows neither calls nor their results: they become text of assistant and user."""

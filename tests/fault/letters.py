@@ -21,7 +21,7 @@ def with_letters(facts: ModelFacts) -> Model:
         bos_token=None,
         eos_token="<end>",
         unk_token=None,
-        add_bos=False,
+        prompt_bos=None,
     )
     return Model(facts, tokenizer)
 

@@ -31,6 +31,12 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
+def vocabulary() -> list[str]:
+    """The tokens of all these files, by id."""
+    return _TOKENS
+
+
+@pytest.fixture
 def make_gguf(tmp_path: Path) -> Files:
     """Write a GGUF file. Keyword arguments replace metadata (None leaves a key out); `tensors` replaces all tensors."""
 

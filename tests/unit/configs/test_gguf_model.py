@@ -33,7 +33,7 @@ def test_the_default_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token) == ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
     assert len(tokenizer.special_tokens) == 17
     assert tokenizer.user_tokens == {}
-    assert not tokenizer.add_bos
+    assert tokenizer.prompt_bos is None
     assert tokenizer.chat_template is not None
     assert "add_generation_prompt" in tokenizer.chat_template
 
@@ -61,16 +61,45 @@ def test_tokens_by_kind(make_gguf: Files) -> None:
     assert tokenizer.user_tokens == {"</s>": 1}
 
 
+@pytest.mark.parametrize("kind", [3, 4])
+def test_tokens_without_a_text_are_found_nowhere(make_gguf: Files, vocabulary: list[str], kind: int) -> None:
+    padded = [*vocabulary[:-1], ""]
+    kinds = [3, 3, *[1] * (VOCABULARY - 3), kind]
+    tokenizer = model_from_gguf(make_gguf(tokenizer__ggml__tokens=padded, tokenizer__ggml__token_type=kinds), "tiny").tokenizer
+    assert (tokenizer.special_tokens, tokenizer.user_tokens) == ({"<s>": 0, "</s>": 1}, {})
+
+
 @pytest.mark.parametrize(
     ("pre", "stated", "add_bos"), [("smollm", None, False), ("llama-bpe", None, True), ("llama-bpe", False, False)]
 )
 def test_bos(make_gguf: Files, pre: str, stated: bool | None, add_bos: bool) -> None:
     path = make_gguf(tokenizer__ggml__pre=pre, tokenizer__ggml__add_bos_token=stated)
-    assert model_from_gguf(path, "tiny").tokenizer.add_bos is add_bos
+    assert model_from_gguf(path, "tiny").tokenizer.prompt_bos == ("<s>" if add_bos else None)
 
 
-def test_end_of_turn_ends_an_answer_too(make_gguf: Files) -> None:
-    assert model_from_gguf(make_gguf(tokenizer__ggml__eot_token_id=0), "tiny").facts.eos_token_ids == (1, 0)
+@pytest.mark.parametrize("key", ["eot", "eom"])
+def test_ends_of_turns_and_messages_end_an_answer_too(make_gguf: Files, key: str) -> None:
+    assert model_from_gguf(make_gguf(**{f"tokenizer__ggml__{key}_token_id": 0}), "tiny").facts.eos_token_ids == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("token", "changes", "ends"),
+    [
+        ("<|eot_id|>", {}, (1, 0)),
+        ("<|eom_id|>", {}, (1, 0)),
+        ("<|endoftext|>", {}, (1, 0)),
+        ("<|im_end|>", {"tokenizer__ggml__eos_token_id": None}, (0,)),
+        ("<|im_end|>", {"tokenizer__ggml__eos_token_id": 0}, (0,)),
+        ("<|endoftext|>", {"tokenizer__ggml__unknown_token_id": 0}, (1,)),
+        ("<|endoftext|>", {"tokenizer__ggml__token_type": [1] * VOCABULARY}, (1,)),
+        ("<|im_start|>", {}, (1,)),
+    ],
+)
+def test_control_tokens_that_end_an_answer_wherever_they_are(
+    make_gguf: Files, vocabulary: list[str], token: str, changes: dict[str, Any], ends: tuple[int, ...]
+) -> None:
+    path = make_gguf(tokenizer__ggml__tokens=[token, *vocabulary[1:]], **changes)
+    assert model_from_gguf(path, "tiny").facts.eos_token_ids == ends
 
 
 def test_without_a_chat_template(make_gguf: Files) -> None:

@@ -125,6 +125,40 @@ def test_a_window_that_is_null_is_none(make_directory: Files, family: dict[str, 
     assert facts_from_directory(path.parent, "tiny").sliding_windows == ()
 
 
+@pytest.mark.parametrize(
+    ("eos_token", "ends"), [("</s>", (0, 1)), ({"content": "</s>"}, (0, 1)), ("<s>", (0,)), ("hell", (0,)), (None, (0,))]
+)
+def test_the_tokenizers_end_ends_an_answer_too(make_directory: Files, eos_token: Any, ends: tuple[int, ...]) -> None:
+    """If it is a control token."""
+    folder = make_directory(eos_token_id=5)
+    (folder / "generation_config.json").write_text('{"eos_token_id": 0}')
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos_token}))
+    assert model_from_directory(folder, "tiny").facts.eos_token_ids == ends
+
+
+@pytest.mark.parametrize(
+    ("name", "absent", "null"),
+    [("LlamaForCausalLM", 64, 64), (MISTRAL, 8, 64), ("Qwen2ForCausalLM", 32, 64), ("Qwen3ForCausalLM", 32, 64)],
+)
+def test_kv_heads_that_are_absent_or_null(make_directory: Files, name: str, absent: int, null: int) -> None:
+    path = (
+        make_directory(architectures=[name], num_attention_heads=64, hidden_size=512, num_key_value_heads=None) / "config.json"
+    )
+    assert facts_from_directory(path.parent, "tiny").num_kv_heads == absent
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_key_value_heads": None}))
+    assert facts_from_directory(path.parent, "tiny").num_kv_heads == null
+
+
+@pytest.mark.parametrize(
+    ("name", "absent"), [("LlamaForCausalLM", (2,)), (MISTRAL, (2,)), ("Qwen2ForCausalLM", ()), ("Qwen3ForCausalLM", ())]
+)
+def test_an_end_that_is_absent_or_null(make_directory: Files, name: str, absent: tuple[int, ...]) -> None:
+    path = make_directory(architectures=[name], eos_token_id=None) / "config.json"
+    assert facts_from_directory(path.parent, "tiny").eos_token_ids == absent
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": None}))
+    assert facts_from_directory(path.parent, "tiny").eos_token_ids == ()
+
+
 def test_where_the_end_of_an_answer_comes_from(make_directory: Files) -> None:
     folder = make_directory(eos_token_id=[5, 6, 5])
     assert facts_from_directory(folder, "tiny").eos_token_ids == (5, 6)

@@ -52,7 +52,7 @@ def test_byte_level_bpe(read: Read) -> None:
     assert facts.byte_level_bpe.tokens[-1] == "hell"
     assert (facts.bos_token, facts.eos_token, facts.unk_token) == ("<s>", "</s>", None)
     assert facts.special_tokens == {"<s>": 0, "</s>": 1}
-    assert not facts.add_bos
+    assert facts.prompt_bos is None
 
 
 def test_merges_as_older_versions_write_them(read: Read, hf_tokenizer: Json) -> None:
@@ -137,20 +137,22 @@ def test_tokens_that_are_found_whole_and_shown(read: Read, hf_tokenizer: Json) -
 
 
 @pytest.mark.parametrize(
-    ("config", "post_processor", "bos_token", "add_bos"),
+    ("config", "post_processor", "bos_token", "prompt_bos"),
     [
-        ({}, BOS_FIRST, "<s>", True),
-        ({"bos_token": "<s>"}, {"type": "Sequence", "processors": [{"type": "ByteLevel"}, BOS_FIRST]}, "<s>", True),
-        ({"bos_token": "<s>", "add_bos_token": False}, BOS_FIRST, "<s>", False),
-        ({"bos_token": "<s>", "add_bos_token": True}, None, "<s>", True),
-        ({"bos_token": None, "add_bos_token": True}, None, None, False),
-        ({"bos_token": "</s>"}, None, "</s>", False),
-        ({}, {"type": "ByteLevel"}, None, False),
+        ({}, BOS_FIRST, "<s>", "<s>"),
+        ({"bos_token": "<s>"}, {"type": "Sequence", "processors": [{"type": "ByteLevel"}, BOS_FIRST]}, "<s>", "<s>"),
+        ({"bos_token": "<s>", "add_bos_token": False}, BOS_FIRST, "<s>", None),
+        ({"bos_token": "<s>", "add_bos_token": True}, None, "<s>", "<s>"),
+        ({"bos_token": None, "add_bos_token": True}, None, None, None),
+        ({"bos_token": "</s>"}, None, "</s>", None),
+        ({"bos_token": "</s>"}, BOS_FIRST, "</s>", "<s>"),
+        ({"bos_token": "</s>", "add_bos_token": True}, BOS_FIRST, "</s>", "</s>"),
+        ({}, {"type": "ByteLevel"}, None, None),
     ],
 )
-def test_bos(read: Read, config: Json, post_processor: Json | None, bos_token: str | None, add_bos: bool) -> None:
+def test_bos(read: Read, config: Json, post_processor: Json | None, bos_token: str | None, prompt_bos: str | None) -> None:
     facts = read(config, post_processor=post_processor)
-    assert (facts.bos_token, facts.add_bos) == (bos_token, add_bos)
+    assert (facts.bos_token, facts.prompt_bos) == (bos_token, prompt_bos)
 
 
 def test_chat_templates(read: Read, tmp_path: Path) -> None:
@@ -176,6 +178,7 @@ def test_chat_templates(read: Read, tmp_path: Path) -> None:
         ({}, {"model": {"type": "WordPiece"}}, "the tokenizers package can't read it"),
         ({"bos_token": 3}, {}, "bos_token should be a string"),
         ({"chat_template": 3}, {}, "chat_template should be a string"),
+        ({"add_eos_token": True}, {}, "add_eos_token should be false"),
         ({"add_bos_token": "yes"}, {}, "add_bos_token should be true or false"),
     ],
 )

@@ -24,7 +24,7 @@ BOS, EOS = 1, 2
 @pytest.mark.parametrize("as_ids", [False, True])
 def test_control_tokens_count_where_the_text_has_them(model: Model, as_ids: bool) -> None:
     """BOS in front of a text is not in it, one among a prompt's ids is; a control token in an answer is not."""
-    facts = replace(model.tokenizer, add_bos=True, bos_token="<|im_start|>")
+    facts = replace(model.tokenizer, prompt_bos="<|im_start|>")
     tokenizer = Tokenizer.build(facts)
     preparer = Preparer(replace(model, tokenizer=facts), tokenizer, 8192)
     prompt = "The é capital<|im_end|> of"

@@ -11,6 +11,7 @@ from protocol.errors import ConfigError, InvalidRequestError
 from router.api.prepare import shown_by
 from router.text.chat_template import ChatTemplate, TemplateOptions
 from router.text.tool_format import tool_format
+from router.text.traced import outline_of
 
 CONVERSATIONS: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": "What is the capital of France?"}],
@@ -89,6 +90,41 @@ SAYS_TOOLS = "{% if tools %}<tool_call>{% endif %}"
 def test_as_many_calls_as_it_can_show(facts: TokenizerFacts, template: str | None, several: bool) -> None:
     """A template that shows no call at all says nothing of how many there may be."""
     assert shown_by(ChatTemplate(template, facts), tool_format(template)).several == several
+
+
+TURNS = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('in turns') }}{% endif %}"
+    "[{{ m.role }}]{{ m.content }}{% endfor %}"
+)
+USERS_ALONE = "{% for m in messages if m.role != 'system' %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [TURNS, USERS_ALONE])
+def test_tools_of_a_template_without_a_system_role(facts: TokenizerFacts, template: str) -> None:
+    compiled = ChatTemplate(template, facts)
+    format_ = shown_by(compiled, tool_format(template))
+    assert format_.several
+    calls = [{"id": f"c{index}", "type": "function", "function": {"name": "f", "arguments": {}}} for index in range(2)]
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "What <|im_end|> now?"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c0", "content": "one"},
+        {"role": "tool", "tool_call_id": "c1", "content": "two"},
+        {"role": "assistant", "content": "both"},
+        {"role": "user", "content": "Again?"},
+    ]
+    spelled, tools = format_.conversation(messages, TOOLS)
+    text = compiled.render(spelled, tools=tools)
+    assert [message["role"] for message in spelled] == ["user", "assistant"] * 2 + ["user"]
+    assert spelled[0]["content"].startswith("You can call functions.")
+    assert spelled[0]["content"].endswith("\n\nWhat <|im_end|> now?")
+    assert text.index("one") < text.index("two") < text.index("[assistant]both")
+    assert "<|im_end|>" not in outline_of(text)
+
+
+@pytest.mark.parametrize(("template", "system"), [("{{ messages }}", True), ("x", True), (None, True), (TURNS, False)])
+def test_whether_a_template_shows_system_messages(facts: TokenizerFacts, template: str | None, system: bool) -> None:
+    assert shown_by(ChatTemplate(template, facts), tool_format(template)).system == system
 
 
 def test_without_a_template(facts: TokenizerFacts) -> None:

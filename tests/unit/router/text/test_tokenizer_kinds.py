@@ -19,6 +19,7 @@ import configs
 from configs.facts import TokenizerFacts
 from configs.model_files.bpe_patterns import LLAMA3, QWEN2
 from configs.model_files.hf_tokenizer import read_tokenizer
+from configs.model_files.vocabulary import token_bytes
 from protocol.errors import ConfigError
 from router.request.answer import TokenTexts
 from router.text.renamed_tokens import RenamedControlTokens
@@ -179,6 +180,25 @@ def test_token_bytes_of_other_kinds(sentencepiece_like: TokenizerFacts) -> None:
     assert ours.token_bytes(-1) == ours.token_bytes(10**6) == b""
 
 
+@pytest.mark.parametrize("decoder", [decoders.ByteLevel(), decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])])
+def test_token_bytes_of_byte_level_kinds_that_tokenizers_reads(
+    trained: Path, decoder: Any, varied_strings: VariedStrings, tmp_path: Path
+) -> None:
+    """Router and engine have the same ones, and together they are the text."""
+    tokenizer = tokenizers.Tokenizer.from_file(str(trained / "tokenizer.json"))
+    tokenizer.decoder = decoder
+    tokenizer.normalizer = None
+    tokenizer.add_tokens(["<tool>", "Ġa"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    facts = read_tokenizer(tmp_path)
+    assert facts.byte_level_bpe is None
+    ours = Tokenizer.build(facts)
+    for text in [*varied_strings(200), "a b\n\té<tool><bos>😀", "x Ġa"]:
+        assert b"".join(map(ours.token_bytes, ours.encode(text))).decode() == text
+    assert token_bytes(facts) == [ours.token_bytes(token_id) for token_id in range(ours.vocab_size)]
+    assert ours.token_bytes(ours.vocab_size) == b""
+
+
 @given(text=st.text(alphabet="the ab中😀é\n\u0301", max_size=30), data=st.data())
 def test_streams_of_other_kinds(other_kind: Tokenizer, text: str, data: st.DataObject) -> None:
     ids = other_kind.encode(text)
@@ -246,7 +266,7 @@ def test_facts_that_contradict_themselves(trained: Path) -> None:
     for broken, says in (
         (replace(facts, byte_level_bpe=replace(bpe, merges=("q qqq",))), "merge 0 .* makes no token"),
         (replace(facts, byte_level_bpe=replace(bpe, tokens=("中", *bpe.tokens[1:]))), "not written in the byte alphabet"),
-        (replace(facts, add_bos=True, bos_token="<absent>"), "BOS token '<absent>' is not one of"),
+        (replace(facts, prompt_bos="<absent>"), "BOS token '<absent>' is not one of"),
     ):
         with pytest.raises(ConfigError, match=says):
             Tokenizer.build(broken)
