@@ -1,6 +1,7 @@
 """From logits to tokens: a pure function of (seed, choice, position of the new token, tokens before it, logits row).
 
-A row is treated alone, so what else is in the batch can't change its token. The order is that of vLLM and transformers:
+A row is treated alone, so what else is in the batch can't change its token. The order is that of vLLM, but for min-p, which
+comes last as in transformers (vLLM has it before top-k and top-p):
 
 1. Stop tokens are masked while `min_tokens` is not reached.
 2. Biases are added.
