@@ -22,8 +22,8 @@ REASONS: dict[tuple[str, str, str], str] = {
     ("kills_avx2", "decode workers killed", "c2340de10055"): _FEWER,
     ("paced_kills", "minutes of faults", "f720062ca32a"): "It was ended early; `make bench` runs it for 20 minutes.",
     ("soak_avx512_bf16", "problems: wrong answers, leaks, processes that grew", "511f91636fd8"): (
-        "Ray's head process grew by 18 MiB in the half hour from the second quarter to the last, in which workers and nodes came and "
-        "went; it keeps records of those that were. Router and controller were not looked at: their names changed."
+        "Ray's head process grew by 18 MiB in the half hour from the second quarter to the last, in which workers and nodes "
+        "came and went; it keeps records of those that were. Router and controller were not looked at: their names changed."
     ),
     ("scale", "simulated requests with 1,000 workers", "28e4a8a93fe7"): _FEWER,
     ("speculation_avx512_bf16", "random text, times as fast, lowest end of 95 %, 2 threads", "e18df7d08755"): (

@@ -99,9 +99,10 @@ def _chat_template(folder: Path, config: Fields) -> str | None:
 
 
 def _prompt_bos(config: Fields, bos_token: str | None, first_token: str | None) -> str | None:
-    """As `transformers` does: the post-processor's token, whichever it is, unless tokenizer_config.json tells about BOS."""
-    if config.flag("add_eos_token", False):
-        raise config.wrong("add_eos_token", "false: nothing is put behind a prompt")
+    """As `transformers` does: the post-processor's token, whichever it is, unless tokenizer_config.json tells about BOS.
+
+    `add_eos_token`, which many fine-tunes keep from their training, is not heeded: a prompt is to go on.
+    """
     if "add_bos_token" not in config:
         return first_token
     return bos_token if config.flag("add_bos_token") else None

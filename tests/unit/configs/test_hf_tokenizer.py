@@ -178,7 +178,6 @@ def test_chat_templates(read: Read, tmp_path: Path) -> None:
         ({}, {"model": {"type": "WordPiece"}}, "the tokenizers package can't read it"),
         ({"bos_token": 3}, {}, "bos_token should be a string"),
         ({"chat_template": 3}, {}, "chat_template should be a string"),
-        ({"add_eos_token": True}, {}, "add_eos_token should be false"),
         ({"add_bos_token": "yes"}, {}, "add_bos_token should be true or false"),
     ],
 )
