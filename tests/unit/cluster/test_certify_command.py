@@ -86,10 +86,12 @@ def test_what_was_found_before_an_interrupt_is_reported(tmp_path: Path, monkeypa
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_part_ends_with_the_command(tmp_path: Path, number: signal.Signals) -> None:
     program = f"""
+import signal
 from certify import catalogue, runner
 from cluster.commands.cli import main
 catalogue.PARTS = (catalogue.Part("hangs", "Nothing.", 60.0, "{FAKES}.hangs"),)
 runner.run_part.__defaults__ = (1.0,)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests may run under nohup
 main()
 """
     command = [sys.executable, "-c", program, "certify", "--device", "cpu", "--output", str(tmp_path)]

@@ -17,6 +17,12 @@ import pytest
 from cluster.commands.lib.interrupts import undone_when_ended
 
 WAIT_S = 30.0
+PROGRAM = """
+import signal
+from cluster.commands.cli import main
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests may run under nohup
+main()
+"""
 WORKERS = [
     {"worker_id": f"worker-{number}", "role": role, "state": "ready", "epoch": 1, "running": 0, "last_error": None}
     for number, role in enumerate(("prefill", "decode"))
@@ -60,7 +66,7 @@ def cluster() -> Iterator[ThreadingHTTPServer]:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_extra_worker_goes_and_the_autoscaler_goes_on(cluster: ThreadingHTTPServer, number: signal.Signals) -> None:
-    command = [sys.executable, "-c", "from cluster.commands.cli import main; main()", "rollout"]
+    command = [sys.executable, "-c", PROGRAM, "rollout"]
     command += ["--url", f"http://127.0.0.1:{cluster.server_port}"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
