@@ -70,7 +70,7 @@ def test_characters_that_do_not_fit_cost_no_conversation(url: str, encoding: str
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, b"")
-    assert done.stdout.count(b"5 ") == 2
+    assert done.stdout.count(b"> 5 ") == 2
     assert [message["role"] for message in _Model.asked[1]["messages"]] == ["system", "user", "assistant", "user"]
 
 
