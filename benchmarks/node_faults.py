@@ -20,10 +20,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import random
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -35,7 +33,7 @@ import httpx
 from benchmarks.lib.environment import operators, save_result
 from benchmarks.lib.journal import Journal, add_state, journal_of
 from benchmarks.lib.lanes import Lanes, ReturningLanes, quantile
-from benchmarks.lib.machines import IN_OWN_NETWORK, why_no_machines
+from benchmarks.lib.machines import enter_own_network
 from benchmarks.lib.node_site import FLOWING_S, NODES, Site
 from benchmarks.lib.ray_nodes import ADMIN_KEY, REDIS, RayNodes, ray_nodes
 from benchmarks.lib.streams import Answered, Request
@@ -46,7 +44,6 @@ DIFFERENT = 32
 KINDS = ("greedy", "seeded")
 CALM_S = (2.0, 5.0)
 """Before a fault, from when all workers are up and every stream has gone on."""
-_INSIDE = "TANDEM_NODE_FAULTS_INSIDE"
 CONFIG = """
 limits: {{lease_s: {lease_s}}}
 prefill: {{workers: 2, kv_cache_tokens: 16384, resources: {{tandem_prefill: 1}}}}
@@ -93,11 +90,7 @@ def main() -> None:
         parser.error(f"--faults: {', '.join(unknown)} is none of {', '.join(NAMES)}")
     if REDIS is None:
         parser.error("redis-server is not installed")
-    if _INSIDE not in os.environ:
-        if (reason := why_no_machines()) is not None:
-            parser.error(reason)
-        command = [*IN_OWN_NETWORK, sys.executable, "-m", "benchmarks.node_faults", *sys.argv[1:]]
-        os.execvpe(command[0], command, {**os.environ, _INSIDE: "1"})
+    enter_own_network(parser, "benchmarks.node_faults")
     rows = measure(options, journal_of(parser, options))
     if options.rows is not None:
         options.rows.write_text(json.dumps(rows))

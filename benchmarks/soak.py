@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import random
 import sys
 import tempfile
@@ -31,7 +30,7 @@ import httpx
 
 from benchmarks.lib.chaos import Chaos, Fault, Report, WorkerFaults, growing, worker_fault
 from benchmarks.lib.environment import operators, save_result
-from benchmarks.lib.machines import IN_OWN_NETWORK, why_no_machines
+from benchmarks.lib.machines import enter_own_network
 from benchmarks.lib.ray_nodes import ADMIN_KEY, REDIS, RayNodes, ray_nodes
 from benchmarks.lib.streams import KINDS, Request
 
@@ -52,7 +51,6 @@ LONG = [Request(("greedy", "seeded")[number % 2], number, TOKENS, LONG_ENTRIES) 
 REQUESTS = [
     request for pair in zip([Request(k, n, TOKENS) for n in range(3) for k in KINDS], LONG, strict=True) for request in pair
 ]
-_INSIDE = "TANDEM_SOAK_INSIDE"
 CONFIG = """
 kv_cache_dtype: int8
 speculative_config: {{method: ngram, num_speculative_tokens: 4}}
@@ -73,11 +71,7 @@ def main() -> None:
     options = parser.parse_args()
     if REDIS is None:
         parser.error("redis-server is not installed")
-    if _INSIDE not in os.environ:
-        if (reason := why_no_machines()) is not None:
-            parser.error(reason)
-        command = [*IN_OWN_NETWORK, sys.executable, "-m", "benchmarks.soak", *sys.argv[1:]]
-        os.execvpe(command[0], command, {**os.environ, _INSIDE: "1"})
+    enter_own_network(parser, "benchmarks.soak")
     report = measure(options.seconds, options.seed)
     print(report.markdown())
     if not options.no_result:

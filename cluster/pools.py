@@ -180,7 +180,7 @@ class Pools:
         return _with(sizes, self._config.autoscale.standby)
 
     def with_few_on_standby(self, sizes: Mapping[Role, int]) -> dict[Role, int]:
-        """The same where nobody takes the place of those that go over from standby."""
+        """Return sizes as they count for the room that they take, where workers that go over from standby are not replaced."""
         present = self.wanted()
         more = sum(max(0, workers - present[role]) for role, workers in sizes.items()) - self._flips({**present, **sizes})[0]
         return _with(sizes, self._standby.desired - min(more, self._standby.num_ready))

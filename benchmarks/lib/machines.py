@@ -15,9 +15,11 @@ user where the kernel lets users have namespaces. All of it goes with the last p
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -33,6 +35,8 @@ OUTSIDE = f"{NETWORK}.100"
 HEAD = f"{NETWORK}.1"
 _ADDRESSES = [HEAD, OUTSIDE, *(f"{NETWORK}.{number}" for number in range(10, 20))]
 _BRIDGE = "switch"
+_INSIDE = "TANDEM_OWN_NETWORK"
+"""Environment variable of scripts that are inside a network of their own."""
 _APPEAR_S = 10.0
 _END_S = 20.0
 _LOOK_S = 0.02
@@ -51,6 +55,19 @@ def why_no_machines() -> str | None:
         if done.returncode == 0
         else f"no network namespaces: {done.stderr.strip()[:200] or 'nsenter or bridge is missing'}"
     )
+
+
+def enter_own_network(parser: argparse.ArgumentParser, module: str) -> None:
+    """Run this script, which is `module`, anew inside a network of its own; returns where it is inside already.
+
+    Ends with the parser's error if this system lets us make no machines.
+    """
+    if _INSIDE in os.environ:
+        return
+    if (reason := why_no_machines()) is not None:
+        parser.error(reason)
+    command = [*IN_OWN_NETWORK, sys.executable, "-m", module, *sys.argv[1:]]
+    os.execvpe(command[0], command, {**os.environ, _INSIDE: "1"})
 
 
 class Machine:

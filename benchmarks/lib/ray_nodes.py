@@ -67,8 +67,10 @@ class RayNodes:
         self.head = None
 
     def start_node(self, number: int) -> None:
-        """Start Ray on a machine, which is made if it is not there, with room for two workers. Such as may
-        change their role ask for `tandem_worker`, and others for their role, of which there is one.
+        """Start Ray on a machine with room for two workers, and make the machine if it is not there.
+
+        Workers that may change their role ask for the resource `tandem_worker`. Others ask for that of their role, which each
+        machine has once.
         """
         if number not in self.nodes:
             self.nodes[number] = Machine(f"node{number}", f"{NETWORK}.{_FIRST_NODE + number}")

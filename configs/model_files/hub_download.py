@@ -68,7 +68,10 @@ def download_apart(repo_id: str) -> Path:
 
 
 def download(repo_id: str) -> Path:
-    """Do the same in this process."""
+    """Download what the cache lacks of a model in this process, and return the model's directory.
+
+    Raises ConfigError if it can't be had, UnavailableError while the hub doesn't answer.
+    """
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
