@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import cluster
+from cluster.ray.lean_node import lean_node
 from cluster.ray.leftovers import SCRATCH_PREFIX, TEMPORARY, claim, remove_leftovers
 from configs.machine import num_gpus, usable_cores
 from protocol.errors import ConfigError, UnavailableError, first_line
@@ -61,10 +62,11 @@ def local_environment(scratch: Path) -> dict[str, str]:
         "RAY_ROTATION_BACKUP_COUNT": os.environ.get("RAY_ROTATION_BACKUP_COUNT", str(_OLD_LOGS)),
         # Ray lowers the priority of its workers; ours are what this machine is to work on.
         "RAY_worker_niceness": "0",
-        # Serve's second entry and Ray's metrics, on fixed ports by default; two clusters on one machine must not meet there.
+        # Serve's second entry, on a fixed port by default; two clusters on one machine must not meet there.
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
-        "AUTOSCALER_METRIC_PORT": str(free_port()),
-        "DASHBOARD_METRIC_PORT": str(free_port()),
+        # A raylet that comes before its store does looks again after so many milliseconds, so often; by default after a second.
+        "RAY_raylet_client_connect_timeout_milliseconds": "50",
+        "RAY_raylet_client_num_connect_attempts": "200",
     }
     # The package that brings HAProxy's binary exists for Linux; elsewhere Serve's own proxy does the work, more slowly.
     if sys.platform == "linux":
@@ -123,7 +125,7 @@ def _start_ray() -> Any:
     import ray
 
     try:
-        with _own_sigterm():
+        with _own_sigterm(), lean_node():
             return ray.init(
                 address="local",
                 num_cpus=usable_cores(),

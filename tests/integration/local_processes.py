@@ -22,6 +22,7 @@ def ray_head_command(port: int, scratch: str, dashboard_port: int | None = None)
         "num-cpus": 2,
         "temp-dir": f"{scratch}/ray",
         "include-dashboard": str(dashboard_port is not None).lower(),
+        "dashboard-agent-listen-port": 0,
     }
     if dashboard_port is not None:
         flags |= {"dashboard-host": "127.0.0.1", "dashboard-port": dashboard_port}

@@ -19,6 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from cluster.ray.lean_node import lean_node
 from cluster.ray.session import local_environment
 
 
@@ -49,7 +50,8 @@ def main() -> None:
         import ray
         from ray.cluster_utils import Cluster
 
-        cluster: Any = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+        with lean_node():
+            cluster: Any = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
         try:
             others = [cluster.add_node(num_cpus=2, resources=json.loads(each)).node_id for each in sys.argv[1:]]
             ray.init(address=cluster.address, logging_level=logging.ERROR, log_to_driver=False)

@@ -13,6 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from cluster.ray.lean_node import lean_node
 from cluster.ray.session import local_environment
 
 
@@ -24,10 +25,11 @@ def main() -> None:
         import ray
         from ray.cluster_utils import Cluster
 
-        cluster = Cluster(
-            initialize_head=True,
-            head_node_args={"num_cpus": 2, "resources": {"tandem_prefill": 1}, "include_dashboard": False},
-        )
+        with lean_node():
+            cluster = Cluster(
+                initialize_head=True,
+                head_node_args={"num_cpus": 2, "resources": {"tandem_prefill": 1}, "include_dashboard": False},
+            )
         try:
             decode_node = cluster.add_node(num_cpus=2, resources={"tandem_decode": 1})
             ray.init(address=cluster.address, logging_level=logging.ERROR, log_to_driver=False)
