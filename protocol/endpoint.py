@@ -65,7 +65,8 @@ class Endpoint:
     """Owns the server socket.
 
     Those who answer messages also send them, so an endpoint is made first, for them to send by, and told its handlers when it
-    runs. A peer that is silent for `lease_s` seconds is lost; load is reported every `heartbeat_s` seconds at least.
+    runs. A peer that is silent for `lease_s` seconds is lost; load is reported every `heartbeat_s` seconds at least, and at
+    once to a peer that is new.
     """
 
     def __init__(self, server: WireServer, *, lease_s: float, heartbeat_s: float) -> None:
@@ -122,7 +123,9 @@ class Endpoint:
                 call_id = None if isinstance(message, Failed) else getattr(message, "call_id", None)
                 self._refuse(peer, call_id, ProtocolError(f"a {type(message).__name__} is not for this worker"))
                 continue
-            self._known.add(peer)
+            if peer not in self._known:
+                self._known.add(peer)
+                self._changed.set()  # it knows nothing of the load yet
             handler(peer, message)
 
     def _refuse(self, peer: bytes, call_id: int | None, error: ProtocolError) -> None:
