@@ -117,11 +117,10 @@ class RayLauncher:
             self._next_spare = asyncio.get_running_loop().call_later(_QUIET_S, self._begin_spare)
 
     async def keep_spare(self) -> None:
-        """Keep a spare process from now on, where one makes sense."""
+        """Keep a spare process from now on, where one makes sense. It begins when the start of the cluster is over."""
         nodes = await asyncio.to_thread(node_resources)
         self._keeps_spare = len(nodes) == 1 and not any(pool_of(self._config, role).resources for role in Role)
-        if self._keeps_spare:
-            self._begin_spare()
+        self.changed()
 
     async def leave_nodes(self, nodes: Collection[str]) -> dict[WorkerLife, str]:
         """Begin nothing on these nodes from now on, and return the lives that are there, each with its node's id."""

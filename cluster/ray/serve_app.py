@@ -8,12 +8,14 @@ A replica's life: resolve the model, build and start its Router, serve, close th
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from ray import serve
 from ray.exceptions import RayError
+from ray.serve.schema import ApplicationStatus
 
 from cluster.controller import RayControllerClient
 from cluster.ray.front import LOOPBACK, counts_folder, restore
@@ -46,6 +48,8 @@ tokens/s each, as GPUs make them, that is 0.56 of a core: beyond that, streams b
 _MORE_AFTER_S = 10.0
 _FEWER_AFTER_S = 600.0
 """Seconds. A router that goes cuts off streams that last longer than `limits.shutdown_s`, so it goes rarely."""
+_LOOK_S = 0.1
+"""How often a start asks Serve whether the routers are there."""
 _SETTLE_S = 5.0
 """Seconds in which a replica gets to know the workers that are there, before it is asked anything."""
 _ENVIRONMENT = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576"}
@@ -169,10 +173,16 @@ def router_application(given: RouterArguments, head_resources: dict[str, float])
 
 def deploy_router(given: RouterArguments, head_resources: dict[str, float]) -> None:
     """Deploy the router and wait until every replica serves. Raises UnavailableError if one can't."""
+    by_command = given.config.http.max_router_replicas is None
+    application = router_application(given, head_resources)
+    target = serve.RunTarget(application, name=APPLICATION, route_prefix="/", external_scaler_enabled=by_command)
     try:
-        by_command = given.config.http.max_router_replicas is None
-        application = router_application(given, head_resources)
-        serve.run(application, name=APPLICATION, route_prefix="/", external_scaler_enabled=by_command)
+        # Serve's own wait looks once a second.
+        serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+        while (found := serve.status().applications[APPLICATION]).status != ApplicationStatus.RUNNING:
+            if found.status == ApplicationStatus.DEPLOY_FAILED:
+                raise RuntimeError(found.message)
+            time.sleep(_LOOK_S)
     except (RuntimeError, TimeoutError) as error:
         reason = str(error).strip().splitlines()[-1]
         raise UnavailableError(f"the router did not start: {reason}") from None
