@@ -6,8 +6,10 @@ wheel is a pure one, and says so while it is built.
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Distribution, setup
@@ -33,8 +35,9 @@ class BuildWithOperators(build_py):
             return
         folder = Path(self.build_lib) / "engine" / "native" / COMPILED
         folder.mkdir(parents=True, exist_ok=True)
-        for each in INSTRUCTION_SETS:
-            each.compile(COMPILER, folder / each.file_name)
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            for done in [threads.submit(each.compile, COMPILER, folder / each.file_name) for each in INSTRUCTION_SETS]:
+                done.result()
 
 
 class WheelWithOperators(bdist_wheel):
