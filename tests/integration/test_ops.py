@@ -1,4 +1,4 @@
-"""The operators' page in a real browser, against a real cluster of paced workers: what it shows, and what it does when told to.
+"""The operators' page in a real browser, against real clusters: what it shows, and what it does when told to.
 
 Nothing that it does may leave the origin, and nothing may go wrong unseen: a visit's end (`page_visit.py`) fails on either.
 """
@@ -19,10 +19,7 @@ from tests.integration.ops_visit import OpsVisit, load
 from tests.integration.page_visit import CHROMIUM, violations
 from tests.unit.polled_clusters import status, unheard, worker
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="no chromium in PATH (Debian: apt-get install chromium)"),
-]
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium in PATH (Debian: apt-get install chromium)")
 
 HIDE = """hidden => {
     Object.defineProperty(document, "hidden", { value: hidden, configurable: true });
@@ -63,6 +60,20 @@ def visit(browser: Browser) -> Iterator[Callable[..., OpsVisit]]:
         each.close()
 
 
+def test_a_cluster_of_the_real_model_is_shown_and_audited(shared_cluster: Any, visit: Callable[..., OpsVisit]) -> None:
+    ops = visit(shared_cluster)
+    ops.live()
+    assert sorted(ops.workers()) == sorted(row["worker_id"] for row in shared_cluster.workers())
+    with load(shared_cluster.url, 2, max_tokens=60):
+        expect(ops.tile("requests running")).to_have_text(re.compile(r"[1-9]"))
+        expect(ops.tile("tokens/s out")).to_have_text(re.compile(r"^[1-9]"))
+    ops.page.get_by_role("button", name="Audit").click()
+    ops.confirm("Audit")
+    expect(ops.outcome).to_contain_text("No leak")
+    ops.close_dialog()
+
+
+@pytest.mark.slow
 def test_it_shows_every_worker_and_their_load(cluster: Any, visit: Callable[..., OpsVisit]) -> None:
     ops = visit(cluster)
     ops.live()
@@ -89,6 +100,7 @@ def test_it_shows_every_worker_and_their_load(cluster: Any, visit: Callable[...,
     expect(ops.tile("tokens/s out")).to_have_text("0")
 
 
+@pytest.mark.slow
 def test_drain_and_scale_with_confirmation(cluster: Any, visit: Callable[..., OpsVisit]) -> None:
     ops = visit(cluster)
     ops.live()
@@ -124,6 +136,7 @@ def test_drain_and_scale_with_confirmation(cluster: Any, visit: Callable[..., Op
     cluster.until(lambda: cluster.settled(3, 3), 30)
 
 
+@pytest.mark.slow
 def test_a_rollout_is_told_phase_by_phase(cluster: Any, visit: Callable[..., OpsVisit]) -> None:
     ops = visit(cluster)
     ops.live()
@@ -139,6 +152,7 @@ def test_a_rollout_is_told_phase_by_phase(cluster: Any, visit: Callable[..., Ops
     cluster.until(lambda: cluster.settled(3, 3), 60)
 
 
+@pytest.mark.slow
 def test_a_worker_flips_with_confirmation(cluster: Any, visit: Callable[..., OpsVisit]) -> None:
     ops = visit(cluster)
     ops.live()
@@ -176,6 +190,7 @@ def test_a_worker_flips_with_confirmation(cluster: Any, visit: Callable[..., Ops
     cluster.until(lambda: cluster.settled(3, 3), 30)
 
 
+@pytest.mark.slow
 def test_routers_scale_with_confirmation(cluster: Any, visit: Callable[..., OpsVisit]) -> None:
     ops = visit(cluster)
     ops.live()
@@ -192,6 +207,7 @@ def test_routers_scale_with_confirmation(cluster: Any, visit: Callable[..., OpsV
     assert cluster.settled(3, 3), "workers stay as they are"
 
 
+@pytest.mark.slow
 def test_a_worker_starts_anew_and_an_audit_finds_nothing(cluster: Any, visit: Callable[..., OpsVisit]) -> None:
     ops = visit(cluster)
     ops.live()
@@ -210,6 +226,7 @@ def test_a_worker_starts_anew_and_an_audit_finds_nothing(cluster: Any, visit: Ca
     ops.close_dialog()
 
 
+@pytest.mark.slow
 def test_a_refusal_is_shown_and_can_be_mended(cluster: Any, visit: Callable[..., OpsVisit]) -> None:
     ops = visit(cluster)
     ops.live()
@@ -226,6 +243,7 @@ def test_a_refusal_is_shown_and_can_be_mended(cluster: Any, visit: Callable[...,
     expect(ops.event("refused: ").first).to_be_visible()
 
 
+@pytest.mark.slow
 def test_a_death_is_an_event_with_its_reason(cluster: Any, visit: Callable[..., OpsVisit]) -> None:
     ops = visit(cluster)
     ops.live()
@@ -238,6 +256,7 @@ def test_a_death_is_an_event_with_its_reason(cluster: Any, visit: Callable[..., 
     cluster.until(lambda: cluster.settled(3, 3), 60)
 
 
+@pytest.mark.slow
 def test_it_says_when_nobody_answers_and_rests_while_it_is_hidden(cluster: Any, visit: Callable[..., OpsVisit]) -> None:
     ops = visit(cluster)
     ops.live()
@@ -268,6 +287,7 @@ def guarded(serve: Callable[..., Any]) -> Any:
     return served
 
 
+@pytest.mark.slow
 def test_the_operators_key_is_asked_for_and_kept_nowhere(guarded: Any, visit: Callable[..., OpsVisit]) -> None:
     ops = visit(guarded)
     field = ops.page.get_by_role("form", name="Operator's key").get_by_role("textbox")
@@ -293,6 +313,7 @@ def test_the_operators_key_is_asked_for_and_kept_nowhere(guarded: Any, visit: Ca
     assert ops.page.evaluate("[Object.values(sessionStorage), Object.values(localStorage), document.cookie]") == [[], [], ""]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1400, 390, 320])
 def test_everybody_can_use_it(cluster: Any, visit: Callable[..., OpsVisit], scheme: str, width: int) -> None:
@@ -315,6 +336,7 @@ def test_everybody_can_use_it(cluster: Any, visit: Callable[..., OpsVisit], sche
         expect(button).to_be_focused()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [16, 100])
 def test_large_clusters_fit(cluster: Any, visit: Callable[..., OpsVisit], number: int) -> None:
     """Of so many workers of each role, made up here; one of them is in trouble."""
@@ -337,6 +359,7 @@ def test_large_clusters_fit(cluster: Any, visit: Callable[..., OpsVisit], number
     assert ops.page.evaluate("document.documentElement.scrollWidth") <= 1400
 
 
+@pytest.mark.slow
 def test_top_tells_the_same_in_the_terminal(cluster: Any) -> None:
     with load(cluster.url, 6):
         cluster.until(lambda: any(row["running"] for row in cluster.workers()), 30)
