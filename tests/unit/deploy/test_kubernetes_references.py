@@ -295,7 +295,8 @@ def test_ray_serve_takes_the_application() -> None:
     [service] = of_kind("RayService")
     schema = ServeDeploySchema.model_validate(yaml.safe_load(service["spec"]["serveConfigV2"]))
     assert schema.proxy_location == "HeadOnly"
-    assert (schema.http_options.host, schema.http_options.port) == (CONFIG.http.host, CONFIG.http.port)
+    # The routers listen there, for HAProxy alone, which listens at the configuration's host.
+    assert (schema.http_options.host, schema.http_options.port) == ("127.0.0.1", CONFIG.http.port)
     [application] = schema.applications
     assert (application.name, application.route_prefix) == ("tandem", "/")
     assert application.args == {"config": "/etc/tandem/cluster.yaml"}
