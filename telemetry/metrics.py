@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.registry import Collector
 
+from telemetry.api_keys import ApiKeyFile
 from telemetry.cluster_metrics import ClusterCollector, ClusterSample, ClusterSource
 from telemetry.counts_folder import CountsFolder
 
@@ -97,10 +98,6 @@ class Metrics:
         self._cache_index_bytes = self._gauge("cache_index_bytes", "Memory of what the router knows of them.")
         self._cache_news = self._counter("cache_news", "Messages of workers about what their caches hold.")
         self._cache_news_keys = self._counter("cache_news_keys", "KV blocks that these were about, of eight bytes each.")
-        self.skipped_api_keys = self._gauge("api_keys_skipped", "Entries of the file of API keys that are wrong, and refused.")
-        self.outdated_api_keys = self._gauge(
-            "api_keys_outdated", "1 while the file of API keys can't be read and the keys that it had before count."
-        )
         self.audit_leaks = self._gauge("audit_leaks", "What the router's latest audit has found leaking.")
         self._tenant_prompt_tokens = self._labelled(
             "tenant_prompt_tokens", "Prompt tokens of a tenant's requests that got a first token.", "tenant"
@@ -109,7 +106,8 @@ class Metrics:
             "tenant_generation_tokens", "Tokens given to a tenant's clients.", "tenant"
         )
         self._tenants: dict[str, TenantCounts] = {}
-        self._others: list[Collector] = []
+        self.api_keys = ApiKeyFile(model_name)
+        self._others: list[Collector] = [self.api_keys]
         for tenant in () if folder is None else folder.values_of(self._tenant_prompt_tokens, "tenant"):
             self.tenant(tenant)
 

@@ -53,8 +53,7 @@ class ProbeEndpoints:
         metrics = self._router.metrics
         if self._keyring is not None:
             state = self._keyring.state()
-            metrics.skipped_api_keys.set(len(state.skipped))
-            metrics.outdated_api_keys.set(state.problem is not None)
+            metrics.api_keys.note(len(state.skipped), outdated=state.problem is not None)
         text = await asyncio.to_thread(metrics.render, metrics.sample())
         return Response(text, media_type=_METRICS_TYPE)
 

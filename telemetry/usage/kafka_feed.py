@@ -281,12 +281,25 @@ class KafkaFeed:
             if kept["topic"] != self._target.topic:
                 return oldest
             self._num_lost = int(kept["lost"])
-            return read_place(kept["place"])
+            place = read_place(kept["place"])
+            if not self._is_behind_a_line(place):
+                raise ValueError("the log that it is of was cut or begun anew")
+            return place
         except FileNotFoundError:
             return oldest
         except (OSError, ValueError, KeyError, TypeError) as error:
-            log.error("%s can't be read, so the usage log is sent from its beginning: %s", self._path, error)
+            log.error("%s is of no use, so the usage log is sent from its beginning: %s", self._path, error)
             return oldest
+
+    def _is_behind_a_line(self, place: Place) -> bool:
+        """Whether a whole line ends at a place, as far as its file is still there. It may also be where a file begins."""
+        if place.offset == 0:
+            return True
+        file = self._log.read_from(Place(place.number, place.offset - 1))
+        if file is None:
+            return True
+        with file:
+            return file.read(1) == b"\n"
 
     def _lines_behind(self) -> int:
         """Lines from the place on."""

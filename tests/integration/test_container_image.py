@@ -203,10 +203,10 @@ def test_it_serves_as_kuberay_runs_the_head(root: Path, settings: dict[str, Any]
     command = [*main["command"], *main["args"]]
     container = start(root, volumes / "log", user, command, variables(settings) | in_pod(group), mounts)
     try:
-        until(container, lambda: answers(container, main["livenessProbe"]["httpGet"]["path"], 8000), READY_S)
+        until(container, lambda: answers(container, main["startupProbe"]["httpGet"]["path"], 8000), READY_S)
         until(container, lambda: answers(container, main["readinessProbe"]["httpGet"]["path"], 8000), READY_S)
-        # What the kubelet asks of pods that have no HTTP of Tandem's: Ray's agent, of the head here.
-        assert answers(container, "/api/healthz", 52365)
+        live = main["livenessProbe"]["httpGet"]  # of Ray's agent, here and in pods that have no HTTP of Tandem's
+        assert answers(container, live["path"], live["port"])
         assert "Paris" in answer(container, key)
         assert written_elsewhere(container) == []
         container.signal(signal.SIGTERM)

@@ -40,6 +40,8 @@ SHOWN_AS_ZERO = {
     "Alerts",
     "Alerts that fire",
     "Copies that were not made",
+    "Events and lines that are lost",
+    "Lines that wait for Kafka",
     "Phase of the latest rollout",
     "Requests in the usage log",
     "Requests refused for want of room",

@@ -35,6 +35,7 @@ from protocol.cluster_view import AutoscalerState, RolloutPhase, RolloutState
 from protocol.codec import _CLASSES
 from protocol.wire import WIRE_VERSION
 from router.app import create_app
+from telemetry.api_keys import ApiKeyFile
 from telemetry.cluster_metrics import ClusterCollector, ClusterSample
 from telemetry.metrics import Metrics
 from telemetry.usage.ledger import UsageLedger
@@ -89,6 +90,7 @@ def metrics(tmp_path: Path) -> str:
     for collector in (
         *Metrics("smollm2", ClusterSample).registry._collector_to_names,
         ClusterCollector("smollm2", SAMPLE),
+        ApiKeyFile("smollm2"),
         UsageTotals(tmp_path / TOTALS),
     ):
         for family in collector.collect():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deploy.grafana.boards.shared import BUSY_ROLES, WORKERS
-from deploy.grafana.panels import PER_S, Board, gauge, lines, rate, row
+from deploy.grafana.panels import PER_S, Board, Query, gauge, lines, rate, row
 
 _ENGINES = row(
     "Engines",
@@ -25,14 +25,21 @@ _ENGINES = row(
     lines("Steps", PER_S, rate("tandem:engine_steps_total", "worker")),
 )
 
+_WAIT_FOR_PREFILL = gauge("tandem:num_requests_waiting", where='role="prefill"')
+_AT_PREFILL = _WAIT_FOR_PREFILL + gauge("tandem:num_requests_running", where='role="prefill"')
+# Whose prompt a prefill worker has holds room at a decode worker meanwhile, and counts there as one that waits.
+_AT_DECODE = gauge("tandem:num_requests_waiting", where='role!="prefill"')
+_WAIT_FOR_DECODE = Query(f"clamp_min({_AT_DECODE.expr} - ({_AT_PREFILL.or_zero().expr}), 0)")
+
 _QUEUES = row(
     "Queues",
     lines(
         "Requests that wait",
         "short",
         gauge("tandem:router_requests_waiting").named("at routers"),
-        gauge("tandem:num_requests_waiting", "role").named("at {{role}} workers"),
-        about="At routers they wait for room at any worker.",
+        _WAIT_FOR_PREFILL.named("at prefill workers"),
+        _WAIT_FOR_DECODE.named("at decode workers"),
+        about="At routers they wait for room at any worker. At decode workers, those whose prompts are read already.",
     ),
     lines("Prompt tokens not yet computed", "short", gauge("tandem:queued_prompt_tokens", "worker")),
     lines("Sequences in the current step", "short", gauge("tandem:num_requests_running", "worker")),

@@ -17,7 +17,11 @@ from deploy.grafana.panels import PER_S, Board, Query, gauge, lines, number, rat
 
 _COUNTED = rate("tandem_slo:all_total", where='slo="errors"')
 _GOOD = rate("tandem_slo:good_total", where='slo="errors"')
-_AT_WORKERS = gauge("tandem:num_requests_running") + gauge("tandem:num_requests_waiting")
+_OF_CLUSTERS = "instance, model_name"
+# A prompt at a prefill worker has its room at a decode worker, too, and waits there as well: it counts once.
+_READ_BY_PREFILL = gauge("tandem:num_requests_waiting", _OF_CLUSTERS, 'role="prefill"')
+_READ_ANYWHERE = gauge("tandem:num_requests_waiting", _OF_CLUSTERS)
+_AT_WORKERS = gauge("tandem:num_requests_running") + Query(f"sum({_READ_BY_PREFILL.expr} or {_READ_ANYWHERE.expr})")
 
 _NOW = row(
     "Now",

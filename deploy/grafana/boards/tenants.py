@@ -6,6 +6,7 @@ from deploy.grafana.panels import PER_S, Board, Query, bars, gauge, increase, li
 
 _PROMPTS, _ANSWERS = "tandem:tenant_prompt_tokens_total", "tandem:tenant_generation_tokens_total"
 _CHOSEN = 'tenant=~"$tenant"'
+_OF_CLUSTER = 'instance=~"$instance"'
 
 _USE = row(
     "Use",
@@ -48,8 +49,21 @@ _LOG = row(
         "reqps",
         rate("tandem:usage_events_total", "tenant, outcome", _CHOSEN).or_zero(),
         about="0 without `--usage-log`.",
-    ),
-    lines("Events that wait for the log", "short", gauge("tandem:usage_events_waiting", "router")),
+    ).wide(),
+    lines("Events that wait for the log", "short", gauge("tandem:usage_events_waiting", "router")).wide(),
+    lines(
+        "Lines that wait for Kafka",
+        "short",
+        Query(f"sum(tandem:usage_kafka_lag_events{{{_OF_CLUSTER}}})", "lines").or_zero(),
+        about="0 without `--usage-kafka`.",
+    ).wide(),
+    lines(
+        "Events and lines that are lost",
+        PER_S,
+        rate("tandem:usage_events_lost_total").named("to the log"),
+        Query(f"sum(rate(tandem:usage_kafka_lost_events_total{{{_OF_CLUSTER}}}[$rate]))", "to Kafka").or_zero(),
+        about="To the log: its owner was away for long. To Kafka: the log's bound has removed them first.",
+    ).wide(),
 )
 
 TENANTS = Board(

@@ -5,7 +5,8 @@
                                 └──────────── no answer: the same events again ─────┘
 
 An event that waits here dies with its router: it was not acknowledged. Events are numbered, so one whose acknowledgement was
-lost is not written twice. No request waits for any of this. When the queue is full, what ends then is counted as lost.
+lost is not written twice. No request waits for any of this. When the queue is full, what ends then is counted as lost. So is
+what its owner does not take within some seconds when the router ends.
 """
 
 from __future__ import annotations
@@ -75,8 +76,15 @@ class UsageQueue:
             deadline = time.monotonic() + _CLOSE_S
             while self._events and time.monotonic() < deadline and await self._write_once(_CLOSE_S):
                 pass
-            if self._events:
-                log.error("%d events of the usage log are lost: its owner did not answer", len(self._events))
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """Count what still waits as lost, though its owner may have written some of it."""
+        if self._events:
+            log.error("%d events of the usage log are lost: its owner did not answer", len(self._events))
+        self._metrics.usage_events_lost.inc(len(self._events))
+        self._events.clear()
+        self._metrics.usage_events_waiting.set(0)
 
     def put(self, event: UsageEvent) -> None:
         """Queue an event, whose number is higher than those before. It is counted as lost if there is no room.

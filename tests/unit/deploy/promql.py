@@ -38,7 +38,7 @@ def known_series(folder: Path) -> dict[str, Family]:
     """Every name of a sample that /metrics can have. A histogram has three of them."""
     found: dict[str, Family] = {}
     for name, kind, labels, bounds in _FAMILY.findall(described_metrics(folder)):
-        family = Family(frozenset(labels.split(", ")), tuple(float(bound) for bound in bounds.split()))
+        family = Family(frozenset(filter(None, labels.split(", "))), tuple(float(bound) for bound in bounds.split()))
         if kind == "histogram":
             found |= {f"{name}_count": family, f"{name}_sum": family}
             found[f"{name}_bucket"] = Family(family.labels | {"le"}, family.buckets)

@@ -222,9 +222,11 @@ def test_probes_ask_ports_that_there_are(kind: str) -> None:
                 assert "dashboard-agent-listen-port" not in groups(ray_clusters()[kind])[role]["rayStartParams"]
             else:
                 assert get["port"] in ports_of(PODS[f"{kind} {role}"])
-    head = main_container(PODS["RayCluster head"])
-    assert head["livenessProbe"]["httpGet"]["path"] == head["startupProbe"]["httpGet"]["path"] == "/live"
-    assert head["readinessProbe"]["httpGet"]["path"] == "/ready"
+        # Who fills the port of the clients is not to have the pod ended, and with it the cluster.
+        assert probes["livenessProbe"]["port"] == agent
+    if kind == "RayCluster":
+        head = main_container(PODS["RayCluster head"])
+        assert [head[f"{name}Probe"]["httpGet"]["path"] for name in ("startup", "readiness")] == ["/live", "/ready"]
 
 
 def test_nobody_is_killed_before_requests_have_had_their_time() -> None:
@@ -295,7 +297,8 @@ def test_ray_serve_takes_the_application() -> None:
     [service] = of_kind("RayService")
     schema = ServeDeploySchema.model_validate(yaml.safe_load(service["spec"]["serveConfigV2"]))
     assert schema.proxy_location == "HeadOnly"
-    assert (schema.http_options.host, schema.http_options.port) == (CONFIG.http.host, CONFIG.http.port)
+    # The routers listen there, for HAProxy alone, which listens at the configuration's host.
+    assert (schema.http_options.host, schema.http_options.port) == ("127.0.0.1", CONFIG.http.port)
     [application] = schema.applications
     assert (application.name, application.route_prefix) == ("tandem", "/")
     assert application.args == {"config": "/etc/tandem/cluster.yaml"}

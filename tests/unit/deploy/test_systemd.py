@@ -104,7 +104,7 @@ def test_a_unit_ends_gently_and_keeps_what_a_worker_needs(name: str) -> None:
     for setting, value in (("NoNewPrivileges", "yes"), ("ProtectSystem", "strict"), ("User", "tandem")):
         assert unit[setting] == [value]
     # What hides processors, memory and GPUs from Ray and torch.
-    assert not {"ProcSubset", "PrivateDevices", "MemoryDenyWriteExecute", "PrivateUsers"} & unit.keys()
+    assert not {"ProcSubset", "PrivateDevices", "ProtectClock", "MemoryDenyWriteExecute", "PrivateUsers"} & unit.keys()
     [variables] = unit["Environment"]
     folders = dict(each.split("=", 1) for each in variables.split())
     assert folders["HOME"] == f"/var/lib/{unit['StateDirectory'][0]}"

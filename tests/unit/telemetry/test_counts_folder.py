@@ -111,6 +111,18 @@ def test_what_a_killed_router_has_counted_stays(start: Start) -> None:
     assert read["tandem:router_requests_waiting", "router-0"] == 0
 
 
+def test_who_is_asked_tells_of_the_file_of_api_keys_and_nobody_else(start: Start) -> None:
+    """All read the same file: what another one has read at an earlier scrape says nothing."""
+    one, two = start(), start()
+    read = one.does("metrics.api_keys.note(2, outdated=True)")
+    assert (read["tandem:api_keys_skipped",], read["tandem:api_keys_outdated",]) == (2, 1)
+    read = two.does("metrics.api_keys.note(0, outdated=False)")
+    assert {key: value for key, value in read.items() if key[0].startswith("tandem:api_keys_")} == {
+        ("tandem:api_keys_skipped",): 0,
+        ("tandem:api_keys_outdated",): 0,
+    }
+
+
 def test_the_disk_has_given_its_room_before_anything_is_counted(start: Start, tmp_path: Path) -> None:
     """The files are mapped: a page that a full disk can't give would end the router."""
     router = start()

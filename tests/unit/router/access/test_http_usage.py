@@ -283,6 +283,25 @@ def test_a_full_queue_counts_and_holds_up_nobody(
     run_cluster(test, usage_store=store)
 
 
+def test_what_the_end_of_a_router_can_not_write_is_counted_as_lost(
+    run_cluster: Run, store: BookStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    routers: list[Any] = []
+
+    async def test(cluster: Any) -> None:
+        routers.append(cluster.router)
+        store.away = True
+        for _ in range(3):
+            assert (await cluster.complete(max_tokens=2)).status_code == 200
+
+    run_cluster(test, usage_store=store)
+    metrics = routers[0].metrics
+    text = metrics.render(metrics.sample()).decode()
+    assert 'tandem:usage_events_lost_total{model_name="smollm2",router="router-0"} 3.0' in text
+    assert 'tandem:usage_events_waiting{model_name="smollm2",router="router-0"} 0.0' in text
+    assert "3 events of the usage log are lost" in caplog.text
+
+
 def test_budgets_count_what_a_full_queue_has_lost(
     run_cluster: Run, path: Path, store: BookStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

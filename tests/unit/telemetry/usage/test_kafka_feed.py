@@ -6,7 +6,7 @@ import sys
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -227,6 +227,31 @@ def test_a_place_that_can_not_be_read_is_the_beginning(tmp_path: Path, content: 
     feeding.append(1, 2)
     assert feeding.feed.state.lag == 2
     feeding.close()
+
+
+@pytest.mark.parametrize("numbers", [[9], range(10**6, 10**6 + 9)], ids=["shorter", "longer"])
+def test_a_log_that_was_begun_anew_is_sent_whole_though_its_place_is_left(
+    tmp_path: Path, servers: str, topic: str, caplog: pytest.LogCaptureFixture, numbers: Sequence[int]
+) -> None:
+    """The place is behind the end of the new log, or in the middle of a line."""
+    path = tmp_path / "usage.jsonl"
+    first = Feeding(path, servers, topic)
+    first.append(*range(1, 6))
+    first.feed.start()
+    first.until(lambda state: state.delivered == 5)
+    first.close()
+    path.unlink()
+    again = Feeding(path, servers, topic)
+    again.append(*numbers)
+    again.close()
+    anew = Feeding(path, servers, topic)
+    assert anew.feed.state.lag == len(numbers)
+    anew.append(*range(numbers[-1] + 1, numbers[-1] + 11))
+    anew.feed.start()
+    anew.until(lambda state: state.lag == 0)
+    anew.close()
+    assert anew.feed.state == KafkaState(lag=0, delivered=len(numbers) + 10, lost=0, failures=0)
+    assert "is sent from its beginning" in caplog.text
 
 
 @pytest.mark.parametrize(
