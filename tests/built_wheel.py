@@ -14,7 +14,7 @@ PACKAGES: tuple[str, ...] = tuple(
     tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"],
 )
 TOP_PACKAGES = sorted({name.partition(".")[0] for name in PACKAGES})
-_DEADLINE_S = 160.0
+_DEADLINE_S = 300.0
 _HIDE_CHECKOUT = """\
 import os, sys
 sys.meta_path[:] = [finder for finder in sys.meta_path if "__editable__" not in finder.__module__]

@@ -19,7 +19,7 @@ from engine.native.build import is_here
 from engine.native.instruction_sets import COMPILED, INSTRUCTION_SETS, find_compiler
 from tests.built_wheel import TOP_PACKAGES, build_wheel, environment, product_files, run, unpack
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]  # the build takes a minute of two cores
 CAN_COMPILE = find_compiler() is not None and platform.machine() == "x86_64"
 COMPILED_FILES = {f"engine/native/{COMPILED}/{each.file_name}" for each in INSTRUCTION_SETS} if CAN_COMPILE else set[str]()
 ACTORS = ("ray::Controller", "ray::WorkerProcess", "ray::ServeReplica:tandem:router")
