@@ -8,6 +8,7 @@
     first ──LaneAwait──► other         LaneConnected | Failed       … and ends when it is connected
     first ──LaneSend, LaneReceive──►   LaneDone | Failed            one push
     first ──LaneClose──► other         LaneClosed
+    first ──Ping──► other              Ping                         every heartbeat
 
 Arrays of ints travel as bytes (int32, little-endian): a step's block tables have thousands.
 """

@@ -112,8 +112,9 @@ class Follower:
             case GangJoin() if self._first is None:
                 self._first = peer
                 self._answer(message.call_id, self._join(message, self._new_store()))
-            case Ping():
-                pass  # the server keeps account of who is silent
+            case Ping():  # the server keeps account of who is silent
+                if peer == self._first:
+                    self._send(Ping())
             case _ if peer != self._first:
                 log.warning("dropped a %s: not from the first rank", type(message).__name__)
             case StoreValue():
