@@ -46,6 +46,8 @@ class GangJoined:
     num_blocks: int
     arithmetic: str
     """The name of the arithmetic by which this rank computes."""
+    gpu: str
+    """UUID of the GPU that it computes on; empty on a processor."""
 
 
 @message(52)

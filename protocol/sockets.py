@@ -91,7 +91,7 @@ def watch_connections(socket: zmq.Socket[bytes], refusals: Refusals) -> LoopSock
 
 def _new_socket(kind: int, unread_limit: int) -> zmq.Socket[bytes]:
     """A socket with our limits, which ZeroMQ heeds only if they are set before it binds or connects."""
-    context = zmq.Context.instance()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
     context.set(zmq.MAX_SOCKETS, _MOST_SOCKETS)  # heeded before a process's first socket
     socket: zmq.Socket[bytes] = context.socket(kind)
     socket.setsockopt(zmq.LINGER, 0)

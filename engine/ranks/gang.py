@@ -54,6 +54,8 @@ class Gang:
         self._store: RelayStore | None = None
         self._steps = 0
         self._joining: asyncio.Future[list[Any]] | None = None
+        self.gpus: tuple[str, ...] = ()
+        """UUIDs of the other ranks' GPUs, once they have joined; empty ones of those on a processor."""
 
     @classmethod
     def alone(cls) -> Gang:
@@ -130,6 +132,7 @@ class Gang:
         for rank, answer in enumerate(answers, start=1):
             if answer.num_blocks != num_blocks:
                 raise WorkerLostError(f"rank {rank} has {answer.num_blocks} KV blocks, the first one {num_blocks}")
+        self.gpus = tuple(answer.gpu for answer in answers)
         return whole_arithmetic([arithmetic, *(answer.arithmetic for answer in answers)])
 
     def begin(self, chunks: Sequence[Chunk], *, tells_layers: bool) -> list[Awaitable[StepDone]]:

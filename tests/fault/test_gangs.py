@@ -9,6 +9,7 @@ import time
 import pytest
 
 from configs.facts import ModelFacts
+from engine.ranks import follower as followers
 from engine.ranks.follower import Follower, Share
 from engine.ranks.gang import Gang
 from engine.ranks.tensor_parallel import TensorParallel
@@ -22,6 +23,7 @@ from protocol.wire import WireServer
 from tests.fault.scenarios import Reference, greedy, prompt_of, run
 from tests.fault.two_gangs import CPU, HOST, run_gangs
 from tests.fault.two_workers import SECRET
+from worker import core
 
 SIZES = [1, 2, 4]
 SHORT_S = 1.0
@@ -163,8 +165,7 @@ def test_a_rank_that_hangs_in_a_push_keeps_no_gang_from_ending(small_model: Mode
             ticket = await router.reserve(asked, 4, own_tokens=len(asked) if fetch else 0)
             computing = asyncio.create_task(router.compute(ticket, asked, greedy(4), fetch=fetch))
             await asyncio.wait_for(reached.wait(), 10)
-            core = (workers.prefill if role is Role.PREFILL else workers.decode).core
-            core.spawn(_failing_step())
+            (workers.prefill if role is Role.PREFILL else workers.decode).core.spawn(_failing_step())
             with pytest.raises(ExceptionGroup) as ended:
                 await asyncio.wait_for(workers.tasks[role.value], 10)
             assert ended.value.subgroup(UnavailableError) is not None
@@ -180,6 +181,20 @@ def test_a_rank_that_hangs_in_a_push_keeps_no_gang_from_ending(small_model: Mode
 async def _failing_step() -> None:
     """Ends a worker as a step does that takes too long."""
     raise UnavailableError("no answer to RunStep within 60 s")
+
+
+def test_the_gpus_of_all_ranks_are_watched(small_model: ModelFacts, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = iter(["GPU-1", "GPU-2", "GPU-3"])
+    monkeypatch.setattr(followers, "uuid_of", lambda device: next(names))
+    monkeypatch.setattr(core, "uuid_of", lambda device: "GPU-0")
+
+    async def scenario() -> None:
+        async with run_gangs(small_model, 4, 1) as (workers, _):
+            watch = workers.prefill.core._gpus
+            assert watch is not None
+            assert sorted(watch._uuids) == ["GPU-0", "GPU-1", "GPU-2", "GPU-3"]
+
+    run(scenario())
 
 
 def test_who_was_held_takes_nobody_for_silent(small_model: ModelFacts, reference: Reference) -> None:
