@@ -1,4 +1,5 @@
-"""Whether a GPU is new enough for the kernels, and large enough for a model and its KV pool. Pure, but for `current_gpu`."""
+"""Whether a GPU is new enough for the kernels, and large enough for a model and its KV pool. Pure, but for `current_gpu` and
+`uuid_of`."""
 
 from __future__ import annotations
 
@@ -38,6 +39,11 @@ def current_gpu() -> Gpu:
     """Return what torch says of the current GPU."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return Gpu(properties.name, (properties.major, properties.minor), properties.total_memory)
+
+
+def uuid_of(device: torch.device) -> str:
+    """Return the UUID of a CUDA device, as NVML and `nvidia-smi -L` write it; empty for a processor."""
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else ""
 
 
 def check_gpu(

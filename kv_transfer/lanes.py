@@ -79,7 +79,8 @@ class ReceiveRank(Protocol):
     async def accept(self, move: HeadMove, transport: str, offer: bytes, answer: Callable[[bytes], None]) -> ReceiveLane:
         """Connect one lane that a peer has offered. `answer` is called once, before the rank waits for the peer.
 
-        Raises TransportUnavailableError if it fails before it has answered, and TransportError if it fails after that.
+        Raises TransportUnavailableError, or another error, if it fails before it has answered, and TransportError if it fails
+        after that.
         """
 
 

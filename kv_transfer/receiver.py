@@ -23,7 +23,7 @@ from kv_transfer.fingerprints.pushes import first_difference
 from kv_transfer.lanes import ReceiveLane, ReceiveRank
 from kv_transfer.rendezvous import check, check_transport
 from kv_transfer.transport import TransportError
-from protocol.errors import KvTransferError, TandemError, TransportUnavailableError
+from protocol.errors import KvTransferError, TandemError
 from protocol.gang import HeadMove, TokenSpan
 from protocol.messages import (
     Committed,
@@ -189,17 +189,26 @@ class ReceivingPair:
             await asyncio.wait((self._life,))
 
     async def _connect(self, opening: PairOpen, move: HeadMove) -> None:
-        """Bring one lane up."""
-        answer: Callable[[bytes], None] = lambda address: self._send(PairOpened(opening.call_id, address))  # noqa: E731
+        """Bring one lane up, or say why it can't be: to the sender, or, if it has its answer, by the end of the pair."""
+        answered = False
+
+        def answer(address: bytes) -> None:
+            nonlocal answered
+            answered = True
+            self._send(PairOpened(opening.call_id, address))
+
         try:
             rank = self._ranks[move.decode_rank]
             self._lanes[opening.lane] = await rank.accept(move, opening.transport, opening.rendezvous, answer)
-        except (TransportUnavailableError, KvTransferError) as error:
-            del self._connecting[opening.lane]
-            self._send(Failed.from_error(opening.call_id, error))
-        except TransportError as error:
-            if not self._connected.done():
-                self._connected.set_exception(error)
+        except Exception as error:  # whatever it is, the sender waits
+            if not isinstance(error, TransportError | TandemError):
+                log.exception("a lane from %s can't be connected", opening.prefill.worker_id)
+            if not answered:
+                del self._connecting[opening.lane]
+                refusal = error if isinstance(error, TandemError) else KvTransferError(str(error) or repr(error))
+                self._send(Failed.from_error(opening.call_id, refusal))
+            elif not self._connected.done():
+                self._connected.set_exception(error if isinstance(error, TransportError) else TransportError(str(error)))
         else:
             if len(self._lanes) == len(self._moves) and not self._connected.done():
                 self._connected.set_result(None)

@@ -84,7 +84,7 @@ class RemoteReceiveRank:
     async def accept(self, move: HeadMove, transport: str, offer: bytes, answer: Callable[[bytes], None]) -> ReceiveLane:
         """Have the rank connect one lane that a peer has offered.
 
-        Raises TransportUnavailableError if it fails before it has answered, and TransportError if it fails after that.
+        Raises TransportUnavailableError or TransportError if it fails before it has answered, and TransportError after that.
         """
         lane = _RemoteLane(self._ask)
         try:

@@ -8,6 +8,7 @@
     first ──LaneAwait──► other         LaneConnected | Failed       … and ends when it is connected
     first ──LaneSend, LaneReceive──►   LaneDone | Failed            one push
     first ──LaneClose──► other         LaneClosed
+    first ──Ping──► other              Ping                         every heartbeat
 
 Arrays of ints travel as bytes (int32, little-endian): a step's block tables have thousands.
 """
@@ -45,6 +46,8 @@ class GangJoined:
     num_blocks: int
     arithmetic: str
     """The name of the arithmetic by which this rank computes."""
+    gpu: str
+    """UUID of the GPU that it computes on; empty on a processor."""
 
 
 @message(52)

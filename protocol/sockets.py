@@ -30,6 +30,8 @@ _UNREAD_LIMIT = 64
 """Messages of one client that a server takes in before they are read; the client keeps the rest. They may be large."""
 _BACKLOG = 1024
 """Connections that the kernel holds until they are accepted; whoever comes then has to try again after a second."""
+_MOST_SOCKETS = 65_535
+"""Of one process, where ZeroMQ would stop at 1,023. A client takes three, and open files run out before these do."""
 _CURVE_BYTES = 33
 """By which a message grows when it is encrypted."""
 _TURN_S = 0.005
@@ -65,6 +67,11 @@ def client_socket(secret: bytes) -> zmq.Socket[bytes]:
     return socket
 
 
+def allow_ipv6(socket: zmq.Socket[bytes], address: str) -> None:
+    """Let it bind or connect to an address of IPv6. IPv4 goes the way that works on machines without IPv6, too."""
+    socket.setsockopt(zmq.IPV6, int("[" in address))
+
+
 def watch_connections(socket: zmq.Socket[bytes], refusals: Refusals) -> LoopSocket:
     """Log why connections don't get in to a server's socket.
 
@@ -84,7 +91,9 @@ def watch_connections(socket: zmq.Socket[bytes], refusals: Refusals) -> LoopSock
 
 def _new_socket(kind: int, unread_limit: int) -> zmq.Socket[bytes]:
     """A socket with our limits, which ZeroMQ heeds only if they are set before it binds or connects."""
-    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+    context.set(zmq.MAX_SOCKETS, _MOST_SOCKETS)  # heeded before a process's first socket
+    socket: zmq.Socket[bytes] = context.socket(kind)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES + _CURVE_BYTES)
     socket.setsockopt(zmq.SNDHWM, _QUEUE_LIMIT)

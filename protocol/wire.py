@@ -34,11 +34,11 @@ import zmq
 from protocol.codec import decode, encode
 from protocol.errors import ProtocolError, WorkerLostError
 from protocol.refusals import Refusals
-from protocol.sockets import HANDSHAKE_S, LoopSocket, client_socket, server_socket, watch_connections
+from protocol.sockets import HANDSHAKE_S, LoopSocket, allow_ipv6, client_socket, server_socket, watch_connections
 
 log = logging.getLogger(__name__)
 
-WIRE_VERSION = b"tandem/13"
+WIRE_VERSION = b"tandem/14"
 _NONCE_BYTES = 32
 _NOT_KNOWN = b""
 _MAX_UNPROVEN = 1024
@@ -72,12 +72,14 @@ class WireServer:
     """A worker's socket. One task calls `receive`; any task of the same loop may `send`."""
 
     def __init__(self, secret: bytes, host: str) -> None:
+        """Listen at a free port of `host`, which is a name or an address."""
         self._secret = secret
         self._refusals = Refusals(log)
         socket = server_socket(secret)
         self._monitor = watch_connections(socket, self._refusals)
-        port = socket.bind_to_random_port(f"tcp://{host}")
-        self.address = f"tcp://{host}:{port}"
+        bare = f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
+        allow_ipv6(socket, bare)
+        self.address = f"{bare}:{socket.bind_to_random_port(bare)}"
         self._peers: dict[bytes, _Peer] = {}
         self._inbox: asyncio.Queue[tuple[bytes, Any]] = asyncio.Queue()
         self._socket = LoopSocket(socket, self._arrived)
@@ -232,6 +234,7 @@ class WireClient:
         self._socket.close()
 
     async def _authenticate(self, secret: bytes) -> None:
+        allow_ipv6(self._socket.socket, self._address)
         try:
             self._socket.socket.connect(self._address)
         except zmq.ZMQError as error:

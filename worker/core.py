@@ -15,11 +15,10 @@ import time
 from collections.abc import Coroutine, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from configs.model_files.kv_window import KvWindow
 from configs.paced.profile import load_paced_profile
 from engine.engine_thread import EngineThread
+from engine.gpu_checks import uuid_of
 from engine.memory.cache_teller import CacheTeller
 from engine.memory.prefix_cache import PrefixCache
 from engine.niceness import PREFILL_NICENESS, be_nice
@@ -115,7 +114,7 @@ class WorkerCore:
         self._tasks = asyncio.TaskGroup()
         self.tiers = self._opened_tiers()
         self._resets = Resets(self.cache, self.tiers, self.endpoint.send, self.spawn)
-        self._gpus = _watch_of(pool.data.device)
+        self._gpus = _watch_of([uuid_of(pool.data.device), *gang.gpus])
 
     def _opened_tiers(self) -> WorkerTiers | None:
         """The tiers of the worker's node, if its configuration wants some. Raises ConfigError if a folder can't be used."""
@@ -312,10 +311,11 @@ def _engine(rank: FirstRank, niceness: int) -> Engine:
     return EngineThread(rank.runner, rank.gang, niceness)
 
 
-def _watch_of(device: torch.device) -> GpuWatch | None:
-    """What tells of the GPU that the worker computes on, not yet started; None on a processor."""
-    if device.type != "cuda":
+def _watch_of(uuids: Sequence[str]) -> GpuWatch | None:
+    """What tells of the GPUs that the worker's ranks compute on, not yet started; None on a processor."""
+    gpus = tuple(dict.fromkeys(filter(None, uuids)))
+    if not gpus:
         return None
-    from worker.gpus import GpuWatch, uuid_of
+    from worker.gpus import GpuWatch
 
-    return GpuWatch([uuid_of(device)])
+    return GpuWatch(gpus)

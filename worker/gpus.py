@@ -17,8 +17,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
 from protocol.messages import GpuReport
 
 log = logging.getLogger(__name__)
@@ -28,11 +26,6 @@ STALE_S = 20.0
 _MOST_EVENTS = 100
 """XID errors of one GPU that one reading takes. Further ones wait for the next reading."""
 _EVENT_WAIT_MS = 1
-
-
-def uuid_of(device: torch.device) -> str:
-    """Return the UUID of a CUDA device, as NVML and `nvidia-smi -L` write it."""
-    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
 class GpuWatch:

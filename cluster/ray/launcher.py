@@ -195,10 +195,12 @@ class RayLauncher:
     async def _make_spare(self) -> NamedActor:
         # By chance, for one that another controller has made may be a worker now.
         actor = await asyncio.to_thread(new_actor, WorkerProcess, f"{PROCESS_PREFIX}spare-{secrets.token_hex(4)}", {})
+        start_s = self._config.limits.worker_start_s
         try:
-            await answer(actor.handle.warm_up.remote())
-        except TandemError as failure:
-            log.warning("no spare process: %s", failure.message)
+            async with asyncio.timeout(start_s):
+                await answer(actor.handle.warm_up.remote())
+        except (TandemError, TimeoutError) as failure:
+            log.warning("no spare process: %s", str(failure) or f"it did not come up within {start_s:g} s")
             await asyncio.to_thread(ray.kill, actor.handle)
             raise
         return actor

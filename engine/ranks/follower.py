@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from engine.batch import Chunk
+from engine.gpu_checks import uuid_of
 from engine.ranks.gang import STEP_LEASES
 from engine.ranks.store import RelayStore
 from engine.ranks.tensor_parallel import TensorParallel, connect
@@ -112,8 +113,9 @@ class Follower:
             case GangJoin() if self._first is None:
                 self._first = peer
                 self._answer(message.call_id, self._join(message, self._new_store()))
-            case Ping():
-                pass  # the server keeps account of who is silent
+            case Ping():  # the server keeps account of who is silent
+                if peer == self._first:
+                    self._send(Ping())
             case _ if peer != self._first:
                 log.warning("dropped a %s: not from the first rank", type(message).__name__)
             case StoreValue():
@@ -158,7 +160,8 @@ class Follower:
             return self._load(connect(store, self._rank, self._size, self._device, self._host, deadline_s))
 
         share = self._share = await asyncio.get_running_loop().run_in_executor(self._engine, join)
-        return GangJoined(message.call_id, share.runner.pool.num_blocks, share.runner.arithmetic)
+        pool = share.runner.pool
+        return GangJoined(message.call_id, pool.num_blocks, share.runner.arithmetic, uuid_of(pool.data.device))
 
     async def _execute(self, message: RunStep) -> StepDone:
         share = self._share

@@ -5,11 +5,15 @@
 A gang lives and dies as one. A rank whose connection is lost, or that does not answer in time, ends `run`, which ends the
 worker; the others find the first rank gone and end too (`engine.ranks.follower`). What comes after is a new life with a new
 epoch.
+
+A rank that hangs keeps its connection. So the others answer each heartbeat, and one that is silent for as long as a step may
+take is lost, whether or not there is a step.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
@@ -21,6 +25,7 @@ from engine.batch import Chunk
 from engine.ranks.store import RelayStore
 from engine.ranks.tensor_parallel import ALONE, TensorParallel, connect
 from protocol.calls import CallClient, expect
+from protocol.endpoint import Listening
 from protocol.errors import WorkerLostError
 from protocol.gang import GangJoin, GangJoined, RunStep, StepChunk, StepDone, StoreValue
 from protocol.messages import Ping
@@ -29,7 +34,8 @@ from protocol.wire import WireClient
 _Answer = TypeVar("_Answer")
 
 STEP_LEASES = 6
-"""Deadline of a step and of each of its collectives, in leases: ranks that share a processor wait for each other."""
+"""Deadline of a step, of each of its collectives and of a rank's silence, in leases: ranks that share a processor wait for each
+other."""
 
 
 class Gang:
@@ -37,13 +43,19 @@ class Gang:
 
     def __init__(self, others: Sequence[WireClient], *, lease_s: float, heartbeat_s: float) -> None:
         self._step_s = STEP_LEASES * lease_s
+        self._silent_s = self._step_s
+        """How long a rank may say nothing."""
+        self._lease_s = lease_s
         self._heartbeat_s = heartbeat_s
+        self._heard_at = [float("-inf")] * len(others)
         self._callers = [CallClient(client, self._told(rank)) for rank, client in enumerate(others, start=1)]
         self._reading = [asyncio.create_task(caller.run()) for caller in self._callers]
         self._living = asyncio.create_task(self._live()) if self._callers else None
         self._store: RelayStore | None = None
         self._steps = 0
         self._joining: asyncio.Future[list[Any]] | None = None
+        self.gpus: tuple[str, ...] = ()
+        """UUIDs of the other ranks' GPUs, once they have joined; empty ones of those on a processor."""
 
     @classmethod
     def alone(cls) -> Gang:
@@ -120,6 +132,7 @@ class Gang:
         for rank, answer in enumerate(answers, start=1):
             if answer.num_blocks != num_blocks:
                 raise WorkerLostError(f"rank {rank} has {answer.num_blocks} KV blocks, the first one {num_blocks}")
+        self.gpus = tuple(answer.gpu for answer in answers)
         return whole_arithmetic([arithmetic, *(answer.arithmetic for answer in answers)])
 
     def begin(self, chunks: Sequence[Chunk], *, tells_layers: bool) -> list[Awaitable[StepDone]]:
@@ -154,11 +167,15 @@ class Gang:
         return [self._asker(rank) for rank in range(1, self.size)]
 
     async def run(self) -> None:
-        """Keep the other ranks' leases until cancelled. Raises WorkerLostError when a rank is lost."""
-        if self._living is None:
-            await asyncio.Event().wait()
-        else:
-            await asyncio.shield(self._living)
+        """Keep the other ranks' leases until cancelled. Raises WorkerLostError when a rank is lost.
+
+        Either way it leaves the gang closed to questions, and open ones fail: what waits for a rank that hangs can end.
+        """
+        try:
+            await (asyncio.Event().wait() if self._living is None else asyncio.shield(self._living))
+        finally:
+            for caller in self._callers:
+                caller.close()
 
     async def close(self) -> None:
         """Close the connections. The other ranks find their first one gone, and end."""
@@ -169,6 +186,7 @@ class Gang:
 
     async def _live(self) -> None:
         """Keep the others' leases until one of them is lost."""
+        listening = Listening(self._lease_s)
         while True:
             for caller in self._callers:
                 caller.send(Ping())
@@ -176,6 +194,10 @@ class Gang:
             if lost:
                 rank = 1 + self._reading.index(lost.pop())
                 raise WorkerLostError(f"rank {rank} of {self.size} is lost")
+            listening.look()
+            for rank, heard_at in enumerate(self._heard_at, start=1):
+                if listening.silent_s(heard_at) >= self._silent_s:
+                    raise WorkerLostError(f"rank {rank} of {self.size} was silent for {self._silent_s:g} s")
 
     def _asker(self, rank: int) -> Callable[..., Awaitable[Any]]:
         async def ask(build: Callable[[int], Any], kind: type[_Answer], *, until_lost: bool = False) -> _Answer:
@@ -185,6 +207,7 @@ class Gang:
 
     def _told(self, rank: int) -> Callable[[Any], None]:
         def on_message(message: Any) -> None:
+            self._heard_at[rank - 1] = time.monotonic()
             if isinstance(message, StoreValue) and self._store is not None:
                 self._store.deliver(message.key, message.value)
                 self._relay(message, rank)

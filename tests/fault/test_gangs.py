@@ -9,19 +9,21 @@ import time
 import pytest
 
 from configs.facts import ModelFacts
+from engine.ranks import follower as followers
 from engine.ranks.follower import Follower, Share
 from engine.ranks.gang import Gang
 from engine.ranks.tensor_parallel import TensorParallel
 from kv_transfer.transports.loopback import Faults
 from protocol.cache.reset import CacheReset
-from protocol.errors import ConfigError, TandemError, WorkerLostError
-from protocol.gang import RunStep
+from protocol.errors import ConfigError, TandemError, UnavailableError, WorkerLostError
+from protocol.gang import LaneReceive, RunStep
 from protocol.messages import FetchFrom, Release, Role
 from protocol.ticket import TicketState
 from protocol.wire import WireServer
 from tests.fault.scenarios import Reference, greedy, prompt_of, run
 from tests.fault.two_gangs import CPU, HOST, run_gangs
 from tests.fault.two_workers import SECRET
+from worker import core
 
 SIZES = [1, 2, 4]
 SHORT_S = 1.0
@@ -137,6 +139,64 @@ def test_a_lost_rank_ends_its_worker_at_once(small_model: ModelFacts, role: Role
     run(scenario())
 
 
+@pytest.mark.parametrize("role", list(Role))
+def test_a_rank_that_hangs_in_a_push_keeps_no_gang_from_ending(small_model: ModelFacts, role: Role) -> None:
+    """Its connection stands, and it never says that it writes no more: into a ticket's blocks, or into those of a fetch."""
+
+    async def scenario() -> None:
+        async with run_gangs(small_model, 2, 2) as (workers, ranks):
+            router, prompt, reached = await workers.router(), prompt_of(100), asyncio.Event()
+            await router.generate(prompt, greedy(4))
+            await workers.until(workers.all_free)
+            share = ranks[role].followers[0]._share
+            assert share is not None
+            assert isinstance(share.handlers, dict)
+
+            async def hang(message: LaneReceive) -> None:
+                reached.set()
+                await asyncio.Event().wait()
+
+            share.handlers[LaneReceive] = hang
+            fetch = None
+            if role is Role.PREFILL:
+                await router.prefill.ask(lambda call_id: CacheReset(call_id, None), 5)
+                fetch = FetchFrom(workers.decode.me, 96)
+            asked = prompt if fetch else prompt_of(60, 1)
+            ticket = await router.reserve(asked, 4, own_tokens=len(asked) if fetch else 0)
+            computing = asyncio.create_task(router.compute(ticket, asked, greedy(4), fetch=fetch))
+            await asyncio.wait_for(reached.wait(), 10)
+            (workers.prefill if role is Role.PREFILL else workers.decode).core.spawn(_failing_step())
+            with pytest.raises(ExceptionGroup) as ended:
+                await asyncio.wait_for(workers.tasks[role.value], 10)
+            assert ended.value.subgroup(UnavailableError) is not None
+            await asyncio.gather(computing, return_exceptions=True)
+            await workers.bury(role)
+            router.release(ticket)
+            survivor = (workers.decode if role is Role.PREFILL else workers.prefill).core
+            await workers.until(lambda: survivor.cache.num_free == survivor.cache.num_blocks)
+
+    run(scenario())
+
+
+async def _failing_step() -> None:
+    """Ends a worker as a step does that takes too long."""
+    raise UnavailableError("no answer to RunStep within 60 s")
+
+
+def test_the_gpus_of_all_ranks_are_watched(small_model: ModelFacts, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = iter(["GPU-1", "GPU-2", "GPU-3"])
+    monkeypatch.setattr(followers, "uuid_of", lambda device: next(names))
+    monkeypatch.setattr(core, "uuid_of", lambda device: "GPU-0")
+
+    async def scenario() -> None:
+        async with run_gangs(small_model, 4, 1) as (workers, _):
+            watch = workers.prefill.core._gpus
+            assert watch is not None
+            assert sorted(watch._uuids) == ["GPU-0", "GPU-1", "GPU-2", "GPU-3"]
+
+    run(scenario())
+
+
 def test_who_was_held_takes_nobody_for_silent(small_model: ModelFacts, reference: Reference) -> None:
     """A process that is suspended, or short of its processor, heard nobody meanwhile: here all of them at once."""
 
@@ -144,12 +204,30 @@ def test_who_was_held_takes_nobody_for_silent(small_model: ModelFacts, reference
         async with run_gangs(small_model, 2, 2, lease_s=SHORT_S) as (workers, ranks):
             router = await workers.router()
             assert await router.generate(prompt_of(20), greedy(4)) == reference(prompt_of(20), 4)
+            for worker in (workers.prefill, workers.decode):
+                worker.core.gang._silent_s = SHORT_S
             for _ in range(3):
                 time.sleep(1.5 * SHORT_S)  # noqa: ASYNC251 - that is what it is about
                 await asyncio.sleep(SHORT_S / 5)
             assert not any(task.done() for each in ranks.values() for task in each.running)
             assert await router.generate(prompt_of(50), greedy(4), "again") == reference(prompt_of(50), 4)
             await workers.until(workers.all_free)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("role", list(Role))
+def test_a_rank_that_hangs_is_noticed_without_a_step(small_model: ModelFacts, role: Role) -> None:
+    async def scenario() -> None:
+        async with run_gangs(small_model, 2, 2) as (workers, ranks):
+            gang = (workers.prefill if role is Role.PREFILL else workers.decode).core.gang
+            gang._silent_s = SHORT_S
+            hung = ranks[role].followers[0]
+            hung._arrived = lambda peer, message: None  # type: ignore[method-assign]
+            with pytest.raises(ExceptionGroup) as ended:
+                await asyncio.wait_for(workers.tasks[role.value], 10)
+            assert "rank 1 of 2 was silent" in str(ended.value.exceptions[0])
+            await workers.bury(role)
 
     run(scenario())
 

@@ -1,4 +1,4 @@
-"""Processes of a worker that can't be made whole. With real Ray: tests/integration."""
+"""Processes of a worker that can't be made whole, or hang before it has them. With real Ray: tests/integration."""
 
 from __future__ import annotations
 
@@ -44,3 +44,29 @@ def test_what_was_made_of_a_worker_that_can_not_be_made_is_killed(failing_rank: 
 
     asyncio.run(main())
     assert len(made) == failing_rank
+
+
+def test_a_spare_process_that_hangs_is_killed_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[Any] = []
+    made: list[str] = []
+
+    def new_actor(_: type, name: str, *__: Any, **___: Any) -> Any:
+        made.append(name)
+        warm_up = SimpleNamespace(remote=lambda: asyncio.get_running_loop().create_future())
+        return SimpleNamespace(name=name, handle=SimpleNamespace(name=name, warm_up=warm_up))
+
+    monkeypatch.setattr(launchers, "placement_group", lambda *_, **__: SimpleNamespace(bundle_specs=[]))
+    monkeypatch.setattr(launchers, "PlacementGroupSchedulingStrategy", lambda *_, **__: None)
+    monkeypatch.setattr(launchers, "new_actor", new_actor)
+    monkeypatch.setattr(ray, "kill", lambda handle: killed.append(handle.name))
+    config = ClusterConfig.model_validate({"limits": {"worker_start_s": 0.1}})
+
+    async def main() -> None:
+        one = WorkerMemory(0, 0, 0)
+        launcher = RayLauncher(config, b"secret", {Role.PREFILL: one, Role.DECODE: one}, may_grow=False)
+        launcher._begin_spare()
+        [actor] = await asyncio.wait_for(launcher.create(Role.DECODE, "worker-1", 1), 5)
+        assert killed == [made[0]]
+        assert actor.name == made[1]
+
+    asyncio.run(main())

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from kv_transfer.lanes import LocalReceiveRank
 from kv_transfer.pool_view import PoolView
+from kv_transfer.remote_lanes import RemoteReceiveRank
 from kv_transfer.sender import OutgoingTransfer, PushPart
-from kv_transfer.transport import SendChannel, SendTransport
-from protocol.errors import IncompatiblePeerError, WorkerLostError
+from kv_transfer.transport import SendChannel, SendTransport, TransportError
+from kv_transfer.transports.loopback import LoopbackNetwork
+from protocol.errors import IncompatiblePeerError, KvTransferError, WorkerLostError
 from tests.unit.kv_transfer.two_ends import (
     DONE,
     EVERY_TRANSPORT,
@@ -107,6 +110,25 @@ def test_the_first_transport_that_works_is_taken(caplog: pytest.LogCaptureFixtur
 
     with caplog.at_level("INFO"):
         asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "error",
+    [KvTransferError("too many open files"), TransportError("the rank is lost"), RuntimeError("a broken pool")],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_lane_that_a_rank_can_not_accept_is_refused_at_once(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def ask(build: Callable[[int], Any], kind: type[Any], *, until_lost: bool = False) -> Any:
+        raise error
+
+    monkeypatch.setattr(LocalReceiveRank, "accept", RemoteReceiveRank(ask, ["loopback"]).accept)
+
+    async def scenario() -> None:
+        async with world([LoopbackNetwork()]) as w, asyncio.timeout(2):
+            with pytest.raises(KvTransferError, match=str(error)):
+                await w.pair()
+
+    asyncio.run(scenario())
 
 
 def test_no_common_transport_names_both_sides() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -187,6 +189,42 @@ def test_a_client_that_was_given_up_learns_of_it_when_it_speaks() -> None:
     run(scenario)
 
 
+def test_a_process_has_many_connections() -> None:
+    """ZeroMQ's own limit is 1,023 sockets, and a connection takes three."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limits[1] < 4096:
+        pytest.skip("this system allows too few open files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(4096, limits[0]), limits[1]))
+    sockets = []
+    try:
+        for _ in range(1100):
+            sockets.append(client_socket(SECRET))
+    finally:
+        for each in sockets:
+            each.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_nodes_may_have_ipv6_addresses() -> None:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            pass
+    except OSError:
+        pytest.skip("there is no IPv6 here")
+
+    async def scenario() -> None:
+        server = WireServer(SECRET, "::1")
+        try:
+            client = await WireClient.connect(server.address, SECRET, 5)
+            client.send(Release(1))
+            assert (await server.receive())[1] == Release(1)
+            client.close()
+        finally:
+            server.close()
+
+    run(scenario)
+
+
 def test_nobody_there() -> None:
     async def scenario() -> None:
         with pytest.raises(WorkerLostError):
@@ -206,7 +244,7 @@ def test_what_is_no_address_is_named(address: str) -> None:
     run(scenario)
 
 
-@pytest.mark.parametrize("theirs", [b"tandem/9", b"tandem/14", b"tandem/1000"])
+@pytest.mark.parametrize("theirs", [b"tandem/9", b"tandem/15", b"tandem/1000"])
 def test_two_versions_refuse_each_other_by_name_at_both_ends(theirs: bytes, caplog: pytest.LogCaptureFixture) -> None:
     """A client of one version and a server of another, over a real socket. The process stands for both in turn."""
 

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from engine.gpu_checks import uuid_of
 from protocol.messages import GpuReport
 from worker import core, gpus
-from worker.gpus import STALE_S, GpuWatch, NvmlReader, uuid_of
+from worker.gpus import STALE_S, GpuWatch, NvmlReader
 
 GPU = "GPU-8a3d0000-0000-0000-0000-000000000001"
 OTHER = "GPU-8a3d0000-0000-0000-0000-000000000002"
@@ -225,4 +226,13 @@ def test_gpus_are_named_as_nvidia_smi_names_them(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_worker_on_a_processor_watches_nothing() -> None:
-    assert core._watch_of(torch.device("cpu")) is None
+    assert core._watch_of([uuid_of(torch.device("cpu")), ""]) is None
+
+
+def test_a_worker_watches_the_gpus_of_all_its_ranks_once_each(nvml: Nvml) -> None:
+    nvml.uuids = (GPU, OTHER)
+    watch = core._watch_of([GPU, OTHER, GPU])
+    assert watch is not None
+    watch.start()
+    until(lambda: [report.uuid for report in watch.reports] == [GPU, OTHER])
+    watch.close()
