@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -18,7 +16,7 @@ from typing import Any
 
 from protocol.errors import InvalidRequestError
 from protocol.sampling import MAX_GRAMMAR_CHARS
-from router.text.grammar_process import problem_found_apart, problem_of
+from router.text.grammar_checks import problem_of
 
 HEAD = '%llguidance {"no_forcing": true}\n'
 MAX_FREE_KEY = 100
@@ -38,8 +36,7 @@ _SPELLED = {"/": "\\/", "\n": "\\n", "\r": "\\r", "\\\n": "\\n", "\\\r": "\\r"}
 _OPTIONS = re.compile(r"%llguidance\s*(?=\{)")
 """The directive by which a grammar sets options of llguidance, a JSON object behind it."""
 _FREE_KEY = rf"^[\s\S]{{0,{MAX_FREE_KEY}}}$"
-_OWN_PATTERN = f'"patternProperties": {{{json.dumps(_FREE_KEY)}:'
-_MAX_KNOWN = 1024
+_MAX_KNOWN, _MAX_SAID = 1024, 300
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """The spacing of Python's JSON, as most of what models have read has it. With a choice, some would write blanks for ever."""
 _LENIENT = {"lenient": True, "coerce_one_of": True}
@@ -116,7 +113,7 @@ class AnswerRule:
     """How much work llguidance may have with the rule before it is refused."""
 
     def grammar(self) -> str:
-        """Return the grammar of answers that follow this rule. Raises InvalidRequestError if workers could not follow it."""
+        """Return the grammar of answers that follow this rule. Raises as `check_grammar`."""
         grammar = HEAD + (self.rule if self.whole else f"start: {self.rule}\n")
         check_grammar(grammar, self.param, self.wanted, self.fuel)
         return grammar
@@ -154,13 +151,13 @@ def lark_rule(grammar: str, param: str) -> AnswerRule:
 def check_grammar(grammar: str, param: str, wanted: str = _FOLLOWED_SCHEMA, fuel: int = _FUEL) -> None:
     """Raise InvalidRequestError, blaming `param`, which must be what is `wanted`, if workers could not follow this grammar.
 
-    It may block for seconds.
+    It may block for seconds. Raises OverloadedError if it can't be found out now.
     """
     if len(grammar) > MAX_GRAMMAR_CHARS:
         raise InvalidRequestError(f"`{param}` must be smaller: at most about {MAX_GRAMMAR_CHARS // 1024} KiB", param=param)
     problem = _problem(grammar, fuel)
     if problem:
-        raise InvalidRequestError(f"`{param}` must be {wanted}: {problem:.300}", param=param)
+        raise InvalidRequestError(f"`{param}` must be {wanted}: {problem}", param=param)
 
 
 def _escape(found: re.Match[str]) -> str:
@@ -179,22 +176,14 @@ def _forces(grammar: str) -> bool:
 
 
 def _problem(grammar: str, fuel: int) -> str:
-    """Takes a millisecond, or a hundred for a thousand properties; clients use the same few again and again."""
+    """Takes some milliseconds, or a hundred for a thousand properties; clients use the same few again and again."""
     digest = hashlib.sha256(f"{fuel} {grammar}".encode(errors="surrogatepass")).digest()
     found = _KNOWN.get(digest)
     if found is None:
-        path = os.pathsep.join(filter(None, sys.path))
-        said = problem_found_apart(grammar, fuel, path) if _may_explode(grammar, fuel) else problem_of(grammar, fuel)
-        message = " ".join(said.split())
-        found = (_ECHO.sub("", _PLACE.sub("", message)) or "it is not valid") if message else ""
+        message = " ".join(problem_of(grammar, fuel).split())
+        found = (_ECHO.sub("", _PLACE.sub("", message))[:_MAX_SAID] or "it is not valid") if message else ""
         _KNOWN.add(digest, found)
     return found
-
-
-def _may_explode(grammar: str, fuel: int) -> bool:
-    """Whether a grammar has what makes llguidance look for text that several patterns match at once."""
-    intersects = fuel < _FUEL and "&" in grammar  # of a client's own grammar
-    return intersects or '"allOf"' in grammar or '"pattern' in grammar.replace(_OWN_PATTERN, "")
 
 
 class _KnownProblems:
