@@ -10,7 +10,7 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,10 @@ _SCHEMAS = ("anyOf", "oneOf", "prefixItems")
 _NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
 """Keywords whose value is a schema, a list of them, or schemas by name. Others hold data, or part of a schema."""
 _DATA = ("const", "enum", "default", "examples")
+_READABLE = re.compile(
+    r"(?:[^\\(]|\\[^0-9A-Za-z<>]|\\[AadDfnpPrsStuUvwWxz]|\((?!\?)|\(\?(?::|P?<[A-Za-z_]|[imsxuUR-]))*"
+)
+"""A regular expression without look-around, borders of words, references back and what else llguidance can't follow."""
 _NAMES_KEYS = {"properties", "patternProperties", "required", "anyOf", "oneOf", "allOf", "$ref"}
 """Keywords by which an object is more than a map: its keys are left as they are."""
 
@@ -55,21 +59,48 @@ def json_rule(schema: Mapping[str, Any], *, lenient: bool = False) -> str:
     `lenient`: what llguidance can't follow of the schema is left out, where it would be refused otherwise.
     """
     options = {**_SPACING, **(_LENIENT if lenient else {})}
-    return f"%json {json.dumps({**_with_short_keys(schema), 'x-guidance': options})}"
+    wanted = _with_readable_patterns(schema) if lenient else schema
+    return f"%json {json.dumps({**_with_short_keys(wanted), 'x-guidance': options})}"
+
+
+def _changed_within(schema: Mapping[str, Any], change: Callable[[Any], Any], lists: Sequence[str]) -> dict[str, Any]:
+    """A schema in which each schema right within it is changed. `lists`: the keywords whose value is a list of schemas."""
+    result = dict(schema)
+    for keyword, value in schema.items():
+        if keyword in _SCHEMA:
+            result[keyword] = change(value)
+        elif keyword in lists and isinstance(value, list):
+            result[keyword] = [change(each) for each in value]
+        elif keyword in _NAMED_SCHEMAS and isinstance(value, Mapping):
+            result[keyword] = {name: change(each) for name, each in value.items()}
+    return result
+
+
+def _with_readable_patterns(schema: Any) -> Any:
+    """The schema without the patterns that llguidance refuses also where it leaves out what it can't follow."""
+    if not isinstance(schema, Mapping):
+        return schema
+    result = _changed_within(schema, _with_readable_patterns, (*_SCHEMAS, "allOf"))
+    if not _is_readable(result.get("pattern")):
+        del result["pattern"]
+    named = result.get("patternProperties")
+    if isinstance(named, Mapping) and not all(map(_is_readable, named)):
+        del result["patternProperties"]
+        result.pop("additionalProperties", None)  # which names are others' can't be told any more
+        readable = {pattern: each for pattern, each in named.items() if _is_readable(pattern)}
+        result |= {"patternProperties": readable} if readable else {}
+    return result
+
+
+def _is_readable(pattern: Any) -> bool:
+    return not isinstance(pattern, str) or _READABLE.fullmatch(pattern) is not None
 
 
 def _with_short_keys(schema: Any) -> Any:
     """The schema, with at most `MAX_FREE_KEY` characters in the keys of maps: a model may write one for ever otherwise."""
     if not isinstance(schema, Mapping):
         return schema
-    result = dict(schema)
-    for keyword, value in schema.items():
-        if keyword in _SCHEMA:
-            result[keyword] = _with_short_keys(value)
-        elif keyword in _SCHEMAS and isinstance(value, list):
-            result[keyword] = [_with_short_keys(each) for each in value]
-        elif keyword in _NAMED_SCHEMAS and isinstance(value, Mapping):
-            result[keyword] = {name: _with_short_keys(each) for name, each in value.items()}
+    result = _changed_within(schema, _with_short_keys, _SCHEMAS)
     types = schema.get("type")
     is_object = types == "object" or (isinstance(types, list) and "object" in types)
     if is_object and not schema.keys() & _NAMES_KEYS:

@@ -212,6 +212,10 @@ def test_arguments_are_an_object_whatever_the_schema_leaves_open(format_: ToolFo
         {"type": "array", "items": {"type": "integer"}, "uniqueItems": True},
         {"oneOf": [{"type": "integer"}, {"type": "number"}]},
         {"type": "object", "propertyNames": {"pattern": "^a"}},
+        {"type": "string", "format": "email", "pattern": r"^(?!\.)(?!.*\.\.)[a-z.]+@[a-z.]+$"},
+        {"anyOf": [{"type": "null"}, {"allOf": [{"type": "string"}, {"pattern": r"\bid-\d+\b"}]}]},
+        {"type": "array", "items": {"type": "string", "pattern": r"^([a-z])[^\0]\1$"}},
+        {"type": "object", "patternProperties": {"^(?!_)": {"type": "integer"}}, "additionalProperties": False},
     ],
 )
 def test_what_cannot_be_followed_is_left_out_where_a_tool_is_not_strict(schema: dict[str, Any]) -> None:
@@ -219,6 +223,25 @@ def test_what_cannot_be_followed_is_left_out_where_a_tool_is_not_strict(schema: 
     for strict in (frozenset[str](), frozenset({"f"})):
         grammar = HERMES.grammar(ToolWishes(tools, ("f",), strict, required=True, parallel=False), None)
         assert (llguidance.LLMatcher.validate_grammar(grammar, VOCABULARY) != "") == bool(strict)
+
+
+def test_patterns_that_can_be_followed_are_followed_where_a_tool_is_not_strict() -> None:
+    readable = [r"^\\b+(?:[(?:]|(?i)k|(?<two>\x41))\z", "^[<]{2}$"]
+    named = {"^(?<!a)": {"type": "integer"}, "^b": {"type": "string", "pattern": "^c$"}}
+    tools = (
+        tool("f", a={"pattern": readable[0], "type": "string"}, b={"pattern": readable[1], "type": "string"}),
+        tool("g", a={"type": "object", "patternProperties": named, "additionalProperties": False}),
+    )
+    grammar = HERMES.grammar(ToolWishes(tools, ("f", "g"), frozenset(), required=True, parallel=False), None)
+
+    def allowed(name: str, **arguments: Any) -> bool:
+        return follows(grammar, written(HERMES, [(name, json.dumps(arguments))]))
+
+    assert allowed("f", a="\\bbK", b="<<")
+    assert not allowed("f", a="\\", b="<<")
+    assert not allowed("f", a="\\bA", b="<")
+    assert allowed("g", a={"b": "c", "other": 1})
+    assert not allowed("g", a={"b": "d"}), "the names that can be told are held to"
 
 
 @pytest.mark.parametrize("format_", FORMATS)
