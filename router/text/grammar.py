@@ -45,9 +45,7 @@ _SCHEMAS = ("anyOf", "oneOf", "prefixItems")
 _NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
 """Keywords whose value is a schema, a list of them, or schemas by name. Others hold data, or part of a schema."""
 _DATA = ("const", "enum", "default", "examples")
-_READABLE = re.compile(
-    r"(?:[^\\(]|\\[^0-9A-Za-z<>]|\\[AadDfnpPrsStuUvwWxz]|\((?!\?)|\(\?(?::|P?<[A-Za-z_]|[imsxuUR-]))*"
-)
+_READABLE = re.compile(r"(?:[^\\(]|\\[^0-9A-Za-z<>]|\\[AadDfnpPrsStuUvwWxz]|\((?!\?)|\(\?(?::|P?<[A-Za-z_]|[imsxuUR-]))*")
 """A regular expression without look-around, borders of words, references back and what else llguidance can't follow."""
 _NAMES_KEYS = {"properties", "patternProperties", "required", "anyOf", "oneOf", "allOf", "$ref"}
 """Keywords by which an object is more than a map: its keys are left as they are."""
@@ -113,8 +111,12 @@ def moved(schema: Any, place: str) -> Any:
     """Return a schema as a part of another one, at this place in it (a JSON Pointer): what it refers to is found there."""
     if not isinstance(schema, Mapping):
         return [moved(each, place) for each in schema] if isinstance(schema, list) else schema
+    if isinstance(schema.get("$id"), str) and "$ref" not in schema:
+        return schema  # it has an address of its own, and is where its references begin
     result: dict[str, Any] = {}
     for keyword, value in schema.items():
+        if keyword == "$id":
+            continue  # beside a reference it counts in some drafts of JSON Schema, and not in others
         if keyword in _NAMED_SCHEMAS and isinstance(value, Mapping):
             result[keyword] = {name: moved(each, place) for name, each in value.items()}
         elif keyword == "$ref" and isinstance(value, str) and value.startswith("#"):

@@ -29,6 +29,12 @@ def tool(name: str, **properties: Any) -> dict[str, Any]:
 
 TOOLS = (tool("add", a={"type": "integer"}, b={"type": "integer"}), tool("say", text={"type": "string"}), tool("stop"))
 NAMES = ("add", "say", "stop")
+NODE = {
+    "type": "object",
+    "properties": {"next": {"$ref": "#/$defs/node"}, "of": {"$ref": "#/$defs/kind"}},
+    "additionalProperties": False,
+}
+DRAFT_7 = "http://json-schema.org/draft-07/schema#"
 
 
 def wishes(names: tuple[str, ...] = NAMES, *, required: bool = False, parallel: bool = True) -> ToolWishes:
@@ -182,9 +188,10 @@ def test_content_that_begins_as_a_call_does_stays_content(format_: ToolFormat, c
         assert parsed(format_, written(format_, [call]), [3, 9])[:2] == ("", [call])
 
 
-def test_a_schema_that_names_its_own_parts_is_followed_within_a_call() -> None:
-    node = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}, "of": {"$ref": "#/$defs/kind"}}}
-    schema = {"$ref": "#/$defs/node", "$defs": {"node": {**node, "additionalProperties": False}, "kind": {"enum": ["a", "b"]}}}
+@pytest.mark.parametrize("top", [{"$ref": "#/$defs/node"}, NODE])
+@pytest.mark.parametrize("own", [{}, {"$id": "https://example.org/walk"}, {"$id": "walk", "$schema": DRAFT_7}])
+def test_a_schema_that_names_its_own_parts_is_followed_within_a_call(own: dict[str, str], top: dict[str, Any]) -> None:
+    schema = {**own, **top, "$defs": {"node": NODE, "kind": {"enum": ["a", "b"]}}}
     tools = ({"type": "function", "function": {"name": "walk", "description": "", "parameters": schema}},)
     asked = ToolWishes(tools, ("walk",), frozenset({"walk"}), required=False, parallel=False)
     for format_ in FORMATS:
