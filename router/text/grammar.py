@@ -21,7 +21,11 @@ from router.text.grammar_checks import problem_of
 HEAD = '%llguidance {"no_forcing": true}\n'
 MAX_FREE_KEY = 100
 """Characters of a key that the schema does not name."""
-ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+_ANY: Mapping[str, Any] = {"$ref": "#/$defs/any"}
+_ANY_MAP: Mapping[str, Any] = {"type": "object", "additionalProperties": _ANY}
+_ANY_KIND = [{"type": ["null", "boolean", "number", "string"]}, {"type": "array", "items": _ANY}, _ANY_MAP]
+ANY_OBJECT: Mapping[str, Any] = {**_ANY_MAP, "$defs": {"any": {"anyOf": _ANY_KIND}}}
+"""Any JSON object. It says of which kinds its values are, so that keys within them are bounded, too."""
 
 _PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
 _ECHO = re.compile(r" \d+ \| .*$")
