@@ -258,8 +258,9 @@ class AnswerText:
 
     def _push_to(self, matcher: StopMatcher, piece: str, calls: list[ToolCallDelta]) -> tuple[str, bool]:
         """The content in more text, and whether a stop string ends it. In the calls behind the content none does."""
-        if self._calls is None:
-            return matcher.push(piece)
+        if self._calls is None or (not matcher.holds and self._calls.stays_content(piece)):
+            clear, matched = matcher.push(piece)
+            return self._content(clear, calls), matched
         text = ""
         for index, letter in enumerate(piece):  # a call may begin within a token
             if self._calls.num_calls:
