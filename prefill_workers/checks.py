@@ -20,7 +20,7 @@ def check_prefill(message: Prefill, facts: ModelFacts, scheduler: PrefillSchedul
     if not all(0 <= token_id < facts.vocab_size for token_id in message.token_ids):
         raise InvalidRequestError(f"token ids must lie in [0, {facts.vocab_size})", param="prompt")
     message.sampling.check(facts.vocab_size)
-    if num_tokens * (1 + (message.sampling.num_prompt_logprobs or 0)) > MAX_PROMPT_LOGPROBS:
+    if num_tokens * (1 + (num_wanted_logprobs(message) or 0)) > MAX_PROMPT_LOGPROBS:
         raise InvalidRequestError(f"more than {MAX_PROMPT_LOGPROBS} logprobs of a prompt", param="logprobs")
     if not 0 <= message.num_generated < num_tokens:
         raise InvalidRequestError(f"{message.num_generated} of {num_tokens} tokens can't be the answer's", param="prompt")
@@ -31,3 +31,8 @@ def check_prefill(message: Prefill, facts: ModelFacts, scheduler: PrefillSchedul
         raise InvalidRequestError("the ticket was made for other sliding windows")
     if message.fetch is not None and message.fetch.num_tokens < 1:
         raise InvalidRequestError("there is nothing to fetch")
+
+
+def num_wanted_logprobs(message: Prefill) -> int | None:
+    """Return how many logprobs are wanted at each of the prompt's places; None if none, as of a stream that is resumed."""
+    return None if message.num_generated else message.sampling.num_prompt_logprobs

@@ -22,7 +22,7 @@ from engine.scoring import PromptScores
 from kv_transfer.progress import STEP_OVER
 from kv_transfer.sender import PIECE_TOKENS, OutgoingTransfer, PushPart, SendingPair
 from prefill_workers.books import prefill_books
-from prefill_workers.checks import check_prefill
+from prefill_workers.checks import check_prefill, num_wanted_logprobs
 from prefill_workers.fetching import Fetching
 from prefill_workers.job import Job
 from prefill_workers.jobs import Jobs
@@ -159,7 +159,7 @@ class PrefillWorker:
         except TandemError as error:
             self._send(router, Failed.from_error(message.call_id, error))
             return
-        num_top = None if message.num_generated else message.sampling.num_prompt_logprobs
+        num_top = num_wanted_logprobs(message)
         scores = None if num_top is None else PromptScores(message.token_ids, num_top)
         prompt = self._scheduler.new_prompt(message.token_ids, message.cache_salt, whole=scores is not None)
         job = Job(

@@ -24,6 +24,10 @@ from telemetry.request_times import RequestTimes
 
 Finish = Literal["stop", "length", "tool_calls"]
 
+_STOPS_WEIGHT, _STOP_WEIGHT, _LETTERS_WEIGHT = 40, 8, 256
+"""What looking for stop strings adds to `AnswerText.weight`: at all, for each, and where text that may be a call goes letter by
+letter. A token took 3 us with one, 10 us with sixteen, 20 and 29 us beside tools, 0.06 us without (AMD EPYC, 2026-11-27)."""
+
 _FINISH: dict[FinishReason, Finish] = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
@@ -166,6 +170,10 @@ class AnswerText:
         self._min_tokens = sampling.min_tokens
         self._matcher = StopMatcher(stops) if stops else None
         self._num_tokens = 0
+        self.weight = detokenizer.weight
+        """How many tokens of free text, in a byte-level vocabulary, take as long as one of this answer's."""
+        if stops:
+            self.weight += _STOPS_WEIGHT + _STOP_WEIGHT * len(stops) + (0 if tool_format is None else _LETTERS_WEIGHT)
 
     def push(self, tokens: Tokens) -> Delta:
         """Return what these tokens add to the choice. After a delta with a finish reason there must be no further call.
@@ -250,8 +258,9 @@ class AnswerText:
 
     def _push_to(self, matcher: StopMatcher, piece: str, calls: list[ToolCallDelta]) -> tuple[str, bool]:
         """The content in more text, and whether a stop string ends it. In the calls behind the content none does."""
-        if self._calls is None:
-            return matcher.push(piece)
+        if self._calls is None or (not matcher.holds and self._calls.stays_content(piece)):
+            clear, matched = matcher.push(piece)
+            return self._content(clear, calls), matched
         text = ""
         for index, letter in enumerate(piece):  # a call may begin within a token
             if self._calls.num_calls:

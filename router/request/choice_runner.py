@@ -74,7 +74,7 @@ class ChoiceRunner:
         if journal.emitted:
             metrics.resumed_streams.inc()
             emitted = Tokens(token_ids=tuple(journal.emitted), logprobs=(), finish_reason=None)
-            await self._threads.offload(tenant, journal.num_generated, text.push, emitted)
+            await self._threads.offload(tenant, journal.num_generated * text.weight, text.push, emitted)
         if self._demand is not None and not journal.emitted:  # else another router has counted it
             self._demand.arrived(len(journal.prompt_token_ids) if choice.is_first else 0)
         with self._accounting(choice) as outcome, _given_up(choice.prompt if choice.is_first else None):

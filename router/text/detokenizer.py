@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import tokenizers
 
 
 class Detokenizer(Protocol):
     """Turns the token ids of one stream into text as they come."""
+
+    weight: ClassVar[int]
+    """How many ids of a byte-level vocabulary take as long as one of this stream's."""
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Return the text that these ids complete. Bytes of an unfinished character wait for the next push."""
@@ -25,6 +28,8 @@ class Detokenizer(Protocol):
 
 class BytesDetokenizer:
     """The detokenizer of byte-level vocabularies. Each id costs a list access, and its bytes are decoded once."""
+
+    weight: ClassVar[int] = 1
 
     def __init__(self, token_bytes: Sequence[bytes]) -> None:
         """`token_bytes` has each token's bytes by id, and nothing for tokens that are not shown."""
@@ -58,6 +63,8 @@ class WindowDetokenizer:
     `DecodeStream` raises when byte tokens turn out not to be UTF-8, which a model may well generate.) Where that happens,
     the characters that were whole stay, though `decode` would replace every byte of the run.
     """
+
+    weight: ClassVar[int] = 64
 
     def __init__(
         self, tokenizer: tokenizers.Tokenizer, vocab_size: int, special_ids: frozenset[int], before: Sequence[int]

@@ -7,23 +7,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from protocol.errors import InvalidRequestError
 from protocol.sampling import MAX_GRAMMAR_CHARS
-from router.text.grammar_process import problem_found_apart, problem_of
+from router.text.grammar_checks import problem_of
 
 HEAD = '%llguidance {"no_forcing": true}\n'
 MAX_FREE_KEY = 100
 """Characters of a key that the schema does not name."""
-ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+_ANY: Mapping[str, Any] = {"$ref": "#/$defs/any"}
+_ANY_MAP: Mapping[str, Any] = {"type": "object", "additionalProperties": _ANY}
+_ANY_KIND = [{"type": ["null", "boolean", "number", "string"]}, {"type": "array", "items": _ANY}, _ANY_MAP]
+ANY_OBJECT: Mapping[str, Any] = {**_ANY_MAP, "$defs": {"any": {"anyOf": _ANY_KIND}}}
+"""Any JSON object. It says of which kinds its values are, so that keys within them are bounded, too."""
 
 _PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
 _ECHO = re.compile(r" \d+ \| .*$")
@@ -38,8 +40,7 @@ _SPELLED = {"/": "\\/", "\n": "\\n", "\r": "\\r", "\\\n": "\\n", "\\\r": "\\r"}
 _OPTIONS = re.compile(r"%llguidance\s*(?=\{)")
 """The directive by which a grammar sets options of llguidance, a JSON object behind it."""
 _FREE_KEY = rf"^[\s\S]{{0,{MAX_FREE_KEY}}}$"
-_OWN_PATTERN = f'"patternProperties": {{{json.dumps(_FREE_KEY)}:'
-_MAX_KNOWN = 1024
+_MAX_KNOWN, _MAX_SAID = 1024, 300
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """The spacing of Python's JSON, as most of what models have read has it. With a choice, some would write blanks for ever."""
 _LENIENT = {"lenient": True, "coerce_one_of": True}
@@ -48,6 +49,8 @@ _SCHEMAS = ("anyOf", "oneOf", "prefixItems")
 _NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
 """Keywords whose value is a schema, a list of them, or schemas by name. Others hold data, or part of a schema."""
 _DATA = ("const", "enum", "default", "examples")
+_READABLE = re.compile(r"(?:[^\\(]|\\[^0-9A-Za-z<>]|\\[AadDfnpPrsStuUvwWxz]|\((?!\?)|\(\?(?::|P?<[A-Za-z_]|[imsxuUR-]))*")
+"""A regular expression without look-around, borders of words, references back and what else llguidance can't follow."""
 _NAMES_KEYS = {"properties", "patternProperties", "required", "anyOf", "oneOf", "allOf", "$ref"}
 """Keywords by which an object is more than a map: its keys are left as they are."""
 
@@ -58,21 +61,48 @@ def json_rule(schema: Mapping[str, Any], *, lenient: bool = False) -> str:
     `lenient`: what llguidance can't follow of the schema is left out, where it would be refused otherwise.
     """
     options = {**_SPACING, **(_LENIENT if lenient else {})}
-    return f"%json {json.dumps({**_with_short_keys(schema), 'x-guidance': options})}"
+    wanted = _with_readable_patterns(schema) if lenient else schema
+    return f"%json {json.dumps({**_with_short_keys(wanted), 'x-guidance': options})}"
+
+
+def _changed_within(schema: Mapping[str, Any], change: Callable[[Any], Any], lists: Sequence[str]) -> dict[str, Any]:
+    """A schema in which each schema right within it is changed. `lists`: the keywords whose value is a list of schemas."""
+    result = dict(schema)
+    for keyword, value in schema.items():
+        if keyword in _SCHEMA:
+            result[keyword] = change(value)
+        elif keyword in lists and isinstance(value, list):
+            result[keyword] = [change(each) for each in value]
+        elif keyword in _NAMED_SCHEMAS and isinstance(value, Mapping):
+            result[keyword] = {name: change(each) for name, each in value.items()}
+    return result
+
+
+def _with_readable_patterns(schema: Any) -> Any:
+    """The schema without the patterns that llguidance refuses also where it leaves out what it can't follow."""
+    if not isinstance(schema, Mapping):
+        return schema
+    result = _changed_within(schema, _with_readable_patterns, (*_SCHEMAS, "allOf"))
+    if not _is_readable(result.get("pattern")):
+        del result["pattern"]
+    named = result.get("patternProperties")
+    if isinstance(named, Mapping) and not all(map(_is_readable, named)):
+        del result["patternProperties"]
+        result.pop("additionalProperties", None)  # which names are others' can't be told any more
+        readable = {pattern: each for pattern, each in named.items() if _is_readable(pattern)}
+        result |= {"patternProperties": readable} if readable else {}
+    return result
+
+
+def _is_readable(pattern: Any) -> bool:
+    return not isinstance(pattern, str) or _READABLE.fullmatch(pattern) is not None
 
 
 def _with_short_keys(schema: Any) -> Any:
     """The schema, with at most `MAX_FREE_KEY` characters in the keys of maps: a model may write one for ever otherwise."""
     if not isinstance(schema, Mapping):
         return schema
-    result = dict(schema)
-    for keyword, value in schema.items():
-        if keyword in _SCHEMA:
-            result[keyword] = _with_short_keys(value)
-        elif keyword in _SCHEMAS and isinstance(value, list):
-            result[keyword] = [_with_short_keys(each) for each in value]
-        elif keyword in _NAMED_SCHEMAS and isinstance(value, Mapping):
-            result[keyword] = {name: _with_short_keys(each) for name, each in value.items()}
+    result = _changed_within(schema, _with_short_keys, _SCHEMAS)
     types = schema.get("type")
     is_object = types == "object" or (isinstance(types, list) and "object" in types)
     if is_object and not schema.keys() & _NAMES_KEYS:
@@ -85,8 +115,12 @@ def moved(schema: Any, place: str) -> Any:
     """Return a schema as a part of another one, at this place in it (a JSON Pointer): what it refers to is found there."""
     if not isinstance(schema, Mapping):
         return [moved(each, place) for each in schema] if isinstance(schema, list) else schema
+    if isinstance(schema.get("$id"), str) and "$ref" not in schema:
+        return schema  # it has an address of its own, and is where its references begin
     result: dict[str, Any] = {}
     for keyword, value in schema.items():
+        if keyword == "$id":
+            continue  # beside a reference it counts in some drafts of JSON Schema, and not in others
         if keyword in _NAMED_SCHEMAS and isinstance(value, Mapping):
             result[keyword] = {name: moved(each, place) for name, each in value.items()}
         elif keyword == "$ref" and isinstance(value, str) and value.startswith("#"):
@@ -116,7 +150,7 @@ class AnswerRule:
     """How much work llguidance may have with the rule before it is refused."""
 
     def grammar(self) -> str:
-        """Return the grammar of answers that follow this rule. Raises InvalidRequestError if workers could not follow it."""
+        """Return the grammar of answers that follow this rule. Raises as `check_grammar`."""
         grammar = HEAD + (self.rule if self.whole else f"start: {self.rule}\n")
         check_grammar(grammar, self.param, self.wanted, self.fuel)
         return grammar
@@ -154,13 +188,13 @@ def lark_rule(grammar: str, param: str) -> AnswerRule:
 def check_grammar(grammar: str, param: str, wanted: str = _FOLLOWED_SCHEMA, fuel: int = _FUEL) -> None:
     """Raise InvalidRequestError, blaming `param`, which must be what is `wanted`, if workers could not follow this grammar.
 
-    It may block for seconds.
+    It may block for seconds. Raises OverloadedError if it can't be found out now.
     """
     if len(grammar) > MAX_GRAMMAR_CHARS:
         raise InvalidRequestError(f"`{param}` must be smaller: at most about {MAX_GRAMMAR_CHARS // 1024} KiB", param=param)
     problem = _problem(grammar, fuel)
     if problem:
-        raise InvalidRequestError(f"`{param}` must be {wanted}: {problem:.300}", param=param)
+        raise InvalidRequestError(f"`{param}` must be {wanted}: {problem}", param=param)
 
 
 def _escape(found: re.Match[str]) -> str:
@@ -179,22 +213,14 @@ def _forces(grammar: str) -> bool:
 
 
 def _problem(grammar: str, fuel: int) -> str:
-    """Takes a millisecond, or a hundred for a thousand properties; clients use the same few again and again."""
+    """Takes some milliseconds, or a hundred for a thousand properties; clients use the same few again and again."""
     digest = hashlib.sha256(f"{fuel} {grammar}".encode(errors="surrogatepass")).digest()
     found = _KNOWN.get(digest)
     if found is None:
-        path = os.pathsep.join(filter(None, sys.path))
-        said = problem_found_apart(grammar, fuel, path) if _may_explode(grammar, fuel) else problem_of(grammar, fuel)
-        message = " ".join(said.split())
-        found = (_ECHO.sub("", _PLACE.sub("", message)) or "it is not valid") if message else ""
+        message = " ".join(problem_of(grammar, fuel).split())
+        found = (_ECHO.sub("", _PLACE.sub("", message))[:_MAX_SAID] or "it is not valid") if message else ""
         _KNOWN.add(digest, found)
     return found
-
-
-def _may_explode(grammar: str, fuel: int) -> bool:
-    """Whether a grammar has what makes llguidance look for text that several patterns match at once."""
-    intersects = fuel < _FUEL and "&" in grammar  # of a client's own grammar
-    return intersects or '"allOf"' in grammar or '"pattern' in grammar.replace(_OWN_PATTERN, "")
 
 
 class _KnownProblems:

@@ -25,6 +25,11 @@ class StopMatcher:
         self._held = ""
         self._matched = False
 
+    @property
+    def holds(self) -> bool:
+        """Whether text is held back, since it may still become a stop string."""
+        return bool(self._held)
+
     def push(self, text: str) -> tuple[str, bool]:
         """Take more text. Return what is certain not to belong to a stop string, and whether a stop string is complete.
 

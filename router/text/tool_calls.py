@@ -74,6 +74,10 @@ class ToolCallParser:
         """Whether there are calls, and the arguments of each are whole."""
         return self.num_calls > 0 and self._state is not _State.ARGUMENTS
 
+    def stays_content(self, text: str) -> bool:
+        """Whether no call can have begun by the end of this text, should it come next."""
+        return self._state is _State.CONTENT and not self._pending and self._format.begin[0] not in text
+
     def push(self, text: str) -> tuple[str, tuple[ToolCallDelta, ...]]:
         """Take more text. Return the content and the pieces of calls that are certain by now."""
         self._pending += text

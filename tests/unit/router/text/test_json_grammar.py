@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ INTEGER = {"type": "integer"}
 LONGEST, TOO_LONG = "k" * MAX_FREE_KEY, "k" * (MAX_FREE_KEY + 1)
 
 
-def follows(schema: dict[str, Any], text: str) -> bool:
+def follows(schema: Mapping[str, Any], text: str) -> bool:
     tokenizer = LLTokenizer("byte")
     matcher = LLMatcher(tokenizer, json_answer(schema, "schema").grammar())
     tokens = tokenizer.tokenize_str(text)
@@ -33,6 +34,13 @@ def follows(schema: dict[str, Any], text: str) -> bool:
 def test_the_keys_of_maps_end(schema: dict[str, Any]) -> None:
     assert follows(schema, f'{{"{LONGEST}": 1}}')
     assert not follows(schema, f'{{"{TOO_LONG}": 1}}')
+
+
+@pytest.mark.parametrize("nested", ['{"a": 1, "b": %s}', '[null, "", true, [%s]]', "%s"])
+def test_the_keys_of_any_object_end_wherever_they_are(nested: str) -> None:
+    for key, ends in ((LONGEST, True), (TOO_LONG, False)):
+        value = nested % f'{{"{key}": -1.5e3}}'
+        assert follows(ANY_OBJECT, f'{{"a": {value}}}') == ends
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,12 @@ def tool(name: str, **properties: Any) -> dict[str, Any]:
 
 TOOLS = (tool("add", a={"type": "integer"}, b={"type": "integer"}), tool("say", text={"type": "string"}), tool("stop"))
 NAMES = ("add", "say", "stop")
+NODE = {
+    "type": "object",
+    "properties": {"next": {"$ref": "#/$defs/node"}, "of": {"$ref": "#/$defs/kind"}},
+    "additionalProperties": False,
+}
+DRAFT_7 = "http://json-schema.org/draft-07/schema#"
 
 
 def wishes(names: tuple[str, ...] = NAMES, *, required: bool = False, parallel: bool = True) -> ToolWishes:
@@ -182,9 +188,10 @@ def test_content_that_begins_as_a_call_does_stays_content(format_: ToolFormat, c
         assert parsed(format_, written(format_, [call]), [3, 9])[:2] == ("", [call])
 
 
-def test_a_schema_that_names_its_own_parts_is_followed_within_a_call() -> None:
-    node = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}, "of": {"$ref": "#/$defs/kind"}}}
-    schema = {"$ref": "#/$defs/node", "$defs": {"node": {**node, "additionalProperties": False}, "kind": {"enum": ["a", "b"]}}}
+@pytest.mark.parametrize("top", [{"$ref": "#/$defs/node"}, NODE])
+@pytest.mark.parametrize("own", [{}, {"$id": "https://example.org/walk"}, {"$id": "walk", "$schema": DRAFT_7}])
+def test_a_schema_that_names_its_own_parts_is_followed_within_a_call(own: dict[str, str], top: dict[str, Any]) -> None:
+    schema = {**own, **top, "$defs": {"node": NODE, "kind": {"enum": ["a", "b"]}}}
     tools = ({"type": "function", "function": {"name": "walk", "description": "", "parameters": schema}},)
     asked = ToolWishes(tools, ("walk",), frozenset({"walk"}), required=False, parallel=False)
     for format_ in FORMATS:
@@ -212,6 +219,10 @@ def test_arguments_are_an_object_whatever_the_schema_leaves_open(format_: ToolFo
         {"type": "array", "items": {"type": "integer"}, "uniqueItems": True},
         {"oneOf": [{"type": "integer"}, {"type": "number"}]},
         {"type": "object", "propertyNames": {"pattern": "^a"}},
+        {"type": "string", "format": "email", "pattern": r"^(?!\.)(?!.*\.\.)[a-z.]+@[a-z.]+$"},
+        {"anyOf": [{"type": "null"}, {"allOf": [{"type": "string"}, {"pattern": r"\bid-\d+\b"}]}]},
+        {"type": "array", "items": {"type": "string", "pattern": r"^([a-z])[^\0]\1$"}},
+        {"type": "object", "patternProperties": {"^(?!_)": {"type": "integer"}}, "additionalProperties": False},
     ],
 )
 def test_what_cannot_be_followed_is_left_out_where_a_tool_is_not_strict(schema: dict[str, Any]) -> None:
@@ -219,6 +230,25 @@ def test_what_cannot_be_followed_is_left_out_where_a_tool_is_not_strict(schema: 
     for strict in (frozenset[str](), frozenset({"f"})):
         grammar = HERMES.grammar(ToolWishes(tools, ("f",), strict, required=True, parallel=False), None)
         assert (llguidance.LLMatcher.validate_grammar(grammar, VOCABULARY) != "") == bool(strict)
+
+
+def test_patterns_that_can_be_followed_are_followed_where_a_tool_is_not_strict() -> None:
+    readable = [r"^\\b+(?:[(?:]|(?i)k|(?<two>\x41))\z", "^[<]{2}$"]
+    named = {"^(?<!a)": {"type": "integer"}, "^b": {"type": "string", "pattern": "^c$"}}
+    tools = (
+        tool("f", a={"pattern": readable[0], "type": "string"}, b={"pattern": readable[1], "type": "string"}),
+        tool("g", a={"type": "object", "patternProperties": named, "additionalProperties": False}),
+    )
+    grammar = HERMES.grammar(ToolWishes(tools, ("f", "g"), frozenset(), required=True, parallel=False), None)
+
+    def allowed(name: str, **arguments: Any) -> bool:
+        return follows(grammar, written(HERMES, [(name, json.dumps(arguments))]))
+
+    assert allowed("f", a="\\bbK", b="<<")
+    assert not allowed("f", a="\\", b="<<")
+    assert not allowed("f", a="\\bA", b="<")
+    assert allowed("g", a={"b": "c", "other": 1})
+    assert not allowed("g", a={"b": "d"}), "the names that can be told are held to"
 
 
 @pytest.mark.parametrize("format_", FORMATS)
