@@ -59,11 +59,15 @@ _libc.madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 
 
 def mapped_tensors(
-    name: str, identity: tuple[object, ...], pack: Callable[[], Iterable[tuple[str, Tensor]]]
+    name: str,
+    identity: tuple[object, ...],
+    pack: Callable[[], Iterable[tuple[str, Tensor]]],
+    is_current: Callable[[], bool],
 ) -> dict[str, Tensor]:
     """Return the tensors that `pack` makes, from the file of their `identity`, which is written if there is none.
 
-    `name` is the model's, for messages. The tensors must not be written to. Raises what `pack` raises.
+    Nothing is written if the identity is no longer `is_current` once they are packed. `name` is the model's, for messages. The
+    tensors must not be written to. Raises what `pack` raises.
     """
     folder = cache_dir() / "weights" / _digest(identity)
     path = folder / _FILE
@@ -80,7 +84,7 @@ def mapped_tensors(
         if tensors is None:
             log.info("packing the weights of %s", name)
             tensors = dict(pack())
-            problem = _write(path, tensors)
+            problem = _write(path, tensors) if is_current() else "its files have changed meanwhile"
             if problem is not None:
                 log.warning("the weights of %s are not shared: %s", name, problem)
                 return tensors

@@ -38,7 +38,7 @@ def packer(made: list[int], values: int = 3) -> Callable[[], Iterator[tuple[str,
 
 
 def load(made: list[int], identity: tuple[object, ...] = IDENTITY) -> dict[str, list[float]]:
-    return {name: tensor.tolist() for name, tensor in mapped_tensors("tiny", identity, packer(made)).items()}
+    return {name: tensor.tolist() for name, tensor in mapped_tensors("tiny", identity, packer(made), lambda: True).items()}
 
 
 def only_file(cache: Path) -> Path:
@@ -160,7 +160,7 @@ def large() -> Iterator[tuple[str, Tensor]]:
 
 def hold_large(ready: Any, end: Any) -> None:
     before = pss_bytes(os.getpid())
-    tensors = mapped_tensors("large", ("large",), large)
+    tensors = mapped_tensors("large", ("large",), large, lambda: True)
     assert int(tensors["large"].sum(dtype=torch.int64)) == LARGE_BYTES
     ready.put(before)
     end.wait(60)
