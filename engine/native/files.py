@@ -14,7 +14,8 @@ from functools import cache
 from pathlib import Path
 
 from configs.cache import cache_dir
-from engine.native.instruction_sets import COMPILED, HERE, InstructionSet, command_words, find_compiler
+from engine.native.instruction_sets import COMPILED, HERE, INSTRUCTION_SETS, InstructionSet, command_words, find_compiler
+from protocol.errors import ConfigError
 
 FORCED = "TANDEM_NATIVE"
 """Environment variable that names the set to use."""
@@ -36,6 +37,17 @@ def library_path(instruction_set: InstructionSet) -> Path | None:
     if compiler is None:
         return None
     return cache_dir() / "native" / f"{_version_digest(compiler)}-{instruction_set.file_name}"
+
+
+def can_be_had() -> bool:
+    """Return whether there are native operators in a wheel, or a compiler that can make them.
+
+    Whether the processor has their instructions, and whether compiling them succeeds, is not asked.
+    """
+    try:
+        return library_path(INSTRUCTION_SETS[-1]) is not None
+    except (OSError, subprocess.SubprocessError, ConfigError):
+        return False
 
 
 def is_at_hand(instruction_set: InstructionSet) -> bool:
