@@ -1,7 +1,8 @@
 """How much of a node's memory a worker takes when its pool is full. Pure estimates, of what is largest.
 
     KV pool      kv_cache_tokens x layers x 2 x KV heads x bytes of a head (`configs.facts.kv_head_bytes`)
-    weights      all matrices as they are multiplied; workers of one node share them, and each is counted
+    weights      all matrices as they are multiplied, by native operators if there can be any; workers of one node share them,
+                 and each is counted
     context      one layer's KV of the longest context, as the attention of a chunk packs it
     draft model  its weights and its own pool (`configs.speculation.config.draft_kv_tokens`), at the first rank
     process      Python, torch, buffers for transfers and steps, once for each rank
@@ -24,6 +25,7 @@ from configs.models import draft_facts
 from configs.paced.profile import TOKEN_BYTES, load_paced_profile
 from configs.schema import ClusterConfig, PoolConfig
 from configs.speculation.config import draft_kv_tokens
+from engine.native.files import can_be_had
 from protocol.messages import Role
 
 WORKERS_PER_HOST = 8
@@ -170,8 +172,11 @@ def _number_bytes(config: ClusterConfig) -> int:
 def _computes_bfloat16(config: ClusterConfig) -> bool:
     if config.dtype != "auto":
         return config.dtype == "bfloat16"
-    features = processor_features()
-    return features >= _NATIVE_OPERATORS or not features.isdisjoint(_NATIVE_BFLOAT16)
+    return not processor_features().isdisjoint(_NATIVE_BFLOAT16) or _has_native_operators()
+
+
+def _has_native_operators() -> bool:
+    return processor_features() >= _NATIVE_OPERATORS and can_be_had()
 
 
 def _draft_bytes(config: ClusterConfig, pool: PoolConfig) -> int:
@@ -190,7 +195,7 @@ def _all_weights_bytes(config: ClusterConfig, facts: ModelFacts) -> int:
 
 def _weight_bytes(config: ClusterConfig, facts: ModelFacts, dtype_bytes: int) -> float:
     """Of a weight of a matrix."""
-    if config.quantization == "none" or not processor_features() >= _NATIVE_OPERATORS:
+    if config.quantization == "none" or not _has_native_operators():
         return dtype_bytes
     if config.quantization == "auto":
         stored = sum(file.stat().st_size for file in facts.weight_files)
@@ -203,5 +208,5 @@ def _num_weights(facts: ModelFacts) -> int:
     """Of the layers, the head and the embedding, which is the head's where they are tied and there are native operators."""
     attention = facts.hidden_size * facts.head_dim * 2 * (facts.num_heads + facts.num_kv_heads)
     layer = attention + 3 * facts.hidden_size * facts.intermediate_size
-    shared = facts.tie_word_embeddings and processor_features() >= _NATIVE_OPERATORS
+    shared = facts.tie_word_embeddings and _has_native_operators()
     return facts.vocab_size * facts.hidden_size * (1 if shared else 2) + facts.num_layers * layer

@@ -12,10 +12,11 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from configs.facts import Model, ModelFacts, TokenizerFacts
+from configs.cache import file_sha256
+from configs.facts import Model, ModelFacts, TokenizerFacts, WeightFormat
 from configs.fields import model_error, read_json
 from configs.model_files.gguf_model import model_from_gguf
-from configs.model_files.hf_directory import CONFIG, model_from_directory, supported_architecture
+from configs.model_files.hf_directory import CONFIG, directory_hash, model_from_directory, supported_architecture
 from configs.model_files.hf_hub import fetch_snapshot, local_snapshots
 from configs.model_files.rope import with_overrides
 from configs.model_files.vocabulary import token_bytes
@@ -85,6 +86,16 @@ def resolve_for(config: ClusterConfig) -> Model:
         context_tokens = load_paced_profile(config.paced_profile).context_tokens
         return replace(model, facts=replace(model.facts, max_model_len=context_tokens))
     return model
+
+
+def is_unchanged(facts: ModelFacts) -> bool:
+    """Return whether a model's files still are those that its hash is of. What has not been touched is not read again."""
+    files = facts.weight_files
+    try:
+        now = file_sha256(files[0]) if facts.weight_format is WeightFormat.GGUF else directory_hash(files)
+    except ConfigError:
+        return False
+    return now == facts.model_hash
 
 
 def draft_facts(config: ClusterConfig) -> ModelFacts | None:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from configs.arithmetic import ceil_div
 from configs.facts import ModelFacts
+from configs.model_files.kv_window import WHOLE, KvWindow
 from engine.batch import Chunk, ForwardBatch
 from engine.memory.kv_pool import KVPool
 from engine.models.decoder import Decoder, DecoderWeights
@@ -63,7 +64,9 @@ class GraphedDecoder:
         self._pool = pool
         self._eager = Decoder(facts, weights, step_factory(facts, None), ranks)
         self._rows = sorted(rows)
-        width = min(ceil_div(facts.max_model_len, pool.block_size), pool.num_blocks)
+        width = ceil_div(facts.max_model_len, pool.block_size)
+        if KvWindow.of(facts) == WHOLE:  # else a context may have more blocks than the pool: those before the windows are none
+            width = min(width, pool.num_blocks)
         graphs = [_graph(facts, weights, pool, count, width, capture, ranks) for count in reversed(self._rows)]
         self._graphs = graphs[::-1]
 

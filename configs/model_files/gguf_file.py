@@ -29,6 +29,7 @@ from configs.fields import model_error
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MAX_DIMENSIONS = 4
+_MIN_ALIGNMENT = 8
 _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """GGUF value type to `struct` format."""
@@ -102,13 +103,16 @@ class _Header:
             metadata[key] = self._value(self._scalar("I"))
         raw_tensors = [self._raw_tensor() for _ in range(num_tensors)]
         alignment = metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
-        if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
-            raise model_error(f"{self._path}: general.alignment should be a power of two, not {alignment!r:.40}")
+        if type(alignment) is not int or alignment < _MIN_ALIGNMENT or alignment & (alignment - 1):
+            wanted = f"a power of two from {_MIN_ALIGNMENT} on"
+            raise model_error(f"{self._path}: general.alignment should be {wanted}, not {alignment!r:.40}")
         data_start = ceil_div(self._position, alignment) * alignment
         tensors: dict[str, GgufTensor] = {}
         for name, dimensions, type_id, offset in raw_tensors:
             if name in tensors:
                 raise model_error(f"{self._path}: the tensor {name} is there twice")
+            if offset % alignment:
+                raise model_error(f"{self._path}: damaged: tensor {name} lies at no multiple of general.alignment, {alignment}")
             tensors[name] = self._tensor(name, dimensions, type_id, data_start + offset)
         return GgufIndex(self._path, metadata, tensors)
 

@@ -86,7 +86,7 @@ def facts_from_directory(folder: Path, name: str) -> ModelFacts:
         attention_bias=architecture is Architecture.QWEN2,
         qk_norm=architecture is Architecture.QWEN3,
         eos_token_ids=_eos_token_ids(folder, config, vocab_size),
-        model_hash=_model_hash(folder, weight_files),
+        model_hash=directory_hash(weight_files),
         weight_format=WeightFormat.SAFETENSORS,
         weight_files=weight_files,
         sliding_windows=_sliding_windows(config, architecture, num_layers),
@@ -109,6 +109,16 @@ def weight_files_of(folder: Path) -> tuple[Path, ...]:
     if missing:
         raise model_error(f"{folder}: the weight file {missing[0]} is missing; Tandem reads *.safetensors only")
     return files
+
+
+def directory_hash(weight_files: tuple[Path, ...]) -> str:
+    """Return the sha256 over the checksums of config.json and of every weight file, in order. Raises ConfigError if one can't
+    be read.
+    """
+    digest = hashlib.sha256()
+    for path in (weight_files[0].with_name(CONFIG), *weight_files):
+        digest.update(bytes.fromhex(file_sha256(path)))
+    return digest.hexdigest()
 
 
 def supported_architecture(config: Fields) -> Architecture | None:
@@ -190,11 +200,3 @@ def _eos_token_ids(folder: Path, config: Fields, vocab_size: int) -> tuple[int, 
     if not all(0 <= token_id < vocab_size for token_id in token_ids):
         raise source.wrong("eos_token_id", f"within the vocabulary of {vocab_size}")
     return tuple(dict.fromkeys(token_ids))
-
-
-def _model_hash(folder: Path, weight_files: tuple[Path, ...]) -> str:
-    """sha256 over the checksums of config.json and of every weight file, in order."""
-    digest = hashlib.sha256()
-    for path in (folder / CONFIG, *weight_files):
-        digest.update(bytes.fromhex(file_sha256(path)))
-    return digest.hexdigest()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from configs.facts import ModelFacts
 from configs.schema import ClusterConfig, PoolConfig
@@ -119,10 +119,19 @@ class DraftModel:
         return Drafted((), steps)
 
     def _first_chunk(self, request: DraftRequest) -> Chunk:
-        last = self._runner.facts.vocab_size - 1
-        token_ids = [min(token_id, last) for token_id in request.token_ids]
-        sampling = request.sampling if request.num_drafts else None
+        vocab_size = self._runner.facts.vocab_size
+        token_ids = [min(token_id, vocab_size - 1) for token_id in request.token_ids]
+        sampling = _of_known_ids(request.sampling, vocab_size) if request.num_drafts else None
         return Chunk(token_ids, request.start, request.block_table, sampling, request.num_generated)
+
+
+def _of_known_ids(sampling: SamplingParams, vocab_size: int) -> SamplingParams:
+    """Without ids that the draft model lacks."""
+    return replace(
+        sampling,
+        stop_token_ids=tuple([token_id for token_id in sampling.stop_token_ids if token_id < vocab_size]),
+        logit_bias=tuple([each for each in sampling.logit_bias if each.token_id < vocab_size]),
+    )
 
 
 def _next_chunk(chunk: Chunk, token_id: int) -> Chunk:

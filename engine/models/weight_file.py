@@ -7,8 +7,8 @@
 
 The digest is of what the tensors depend on: the model's own hash, type, quantization, rank, number of ranks, and the code that
 packs. A file never changes, so what lies in memory is one copy for all, and the system may drop pages that nobody reads. A file
-that was not mapped for `_UNUSED_DAYS` goes when the next one is written. Where the folder can't be written, or the disk would
-be more than half full of what is left, each process holds its own copy.
+that was not mapped for `_UNUSED_DAYS` goes when the next one is written, and so does what a dead writer left. Where the folder
+can't be written, or the disk would be more than half full of what is left, each process holds its own copy.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from protocol.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-_UNUSED_DAYS = 30
+_UNUSED_DAYS, _UNWRITTEN_DAYS = 30, 1
 _FILE, _NEW = "packed.gguf", ".new-"
 _PACKERS = (
     "kernels/quantized.py",
@@ -59,11 +59,15 @@ _libc.madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 
 
 def mapped_tensors(
-    name: str, identity: tuple[object, ...], pack: Callable[[], Iterable[tuple[str, Tensor]]]
+    name: str,
+    identity: tuple[object, ...],
+    pack: Callable[[], Iterable[tuple[str, Tensor]]],
+    is_current: Callable[[], bool],
 ) -> dict[str, Tensor]:
     """Return the tensors that `pack` makes, from the file of their `identity`, which is written if there is none.
 
-    `name` is the model's, for messages. The tensors must not be written to. Raises what `pack` raises.
+    Nothing is written if the identity is no longer `is_current` once they are packed. `name` is the model's, for messages. The
+    tensors must not be written to. Raises what `pack` raises.
     """
     folder = cache_dir() / "weights" / _digest(identity)
     path = folder / _FILE
@@ -80,7 +84,7 @@ def mapped_tensors(
         if tensors is None:
             log.info("packing the weights of %s", name)
             tensors = dict(pack())
-            problem = _write(path, tensors)
+            problem = _write(path, tensors) if is_current() else "its files have changed meanwhile"
             if problem is not None:
                 log.warning("the weights of %s are not shared: %s", name, problem)
                 return tensors
@@ -119,11 +123,10 @@ def _map(path: Path) -> dict[str, Tensor] | None:
 
 def _write(path: Path, tensors: Mapping[str, Tensor]) -> str | None:
     """Write the file under its folder's lock, and remove others that nobody needs any more; what went wrong, if it did."""
-    new = path.with_name(_NEW + path.name)  # one that a dead process has left is overwritten
+    new = path.with_name(_NEW + path.name)
     try:
-        for file in path.parent.parent.glob(f"*/{_FILE}"):
-            if time.time() - file.stat().st_mtime > _UNUSED_DAYS * 86_400:
-                file.unlink()
+        new.unlink(missing_ok=True)  # a dead process has left it, and it takes room
+        _remove_old(path.parent.parent)
         size = sum(tensor.nbytes for tensor in tensors.values())
         free = shutil.disk_usage(path.parent).free
         if 2 * size > free:
@@ -137,6 +140,15 @@ def _write(path: Path, tensors: Mapping[str, Tensor]) -> str | None:
             new.unlink(missing_ok=True)
         return f"{path.parent}: {error.strerror}"
     return None
+
+
+def _remove_old(folder: Path) -> None:
+    """Remove files that nobody needs any more, and what writers left that must have died. What can't be removed stays."""
+    for name, days in ((_FILE, _UNUSED_DAYS), (_NEW + _FILE, _UNWRITTEN_DAYS)):
+        for file in folder.glob(f"*/{name}"):
+            with suppress(OSError):  # another user's, or another process removes it
+                if time.time() - file.stat().st_mtime > days * 86_400:
+                    file.unlink()
 
 
 def _write_gguf(path: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from configs.facts import ModelFacts
+from configs.models import is_unchanged
 from engine.kernels.linear import Linear, linear_for
 from engine.kernels.rope import rope_frequencies
 from engine.models.decoder import DecoderWeights, Layer, Product
@@ -33,7 +35,8 @@ def load_weights(
     """
     if shared and format_.library is not None:
         identity = (facts.model_hash, str(format_.dtype), format_.quantization, rank, size)
-        tensors = mapped_tensors(facts.name, identity, lambda: packed_tensors(facts, format_, rank, size))
+        pack = partial(packed_tensors, facts, format_, rank, size)
+        tensors = mapped_tensors(facts.name, identity, pack, partial(is_unchanged, facts))
     else:
         tensors = dict(packed_tensors(facts, format_, rank, size))
     return _Assembly(facts, tensors, format_, rank, size).weights()

@@ -24,7 +24,7 @@ import torch
 
 from configs.cache import exclusive
 from configs.machine import processor_maker
-from engine.native.files import FORCED, is_at_hand, library_path
+from engine.native.files import FORCED, is_at_hand, is_whole, library_path
 from engine.native.instruction_sets import INSTRUCTION_SETS, InstructionSet, find_compiler
 from protocol.errors import ConfigError
 
@@ -130,16 +130,20 @@ def _compiled(instruction_set: InstructionSet) -> Path | None:
     if path is None:
         log.warning("no C++ compiler was found: the engine will be slower than it could be")
         return None
-    if path.exists():
+    if is_whole(path):
         return path
     compiler = find_compiler()
     assert compiler is not None, "a path in the cache folder is named after it"
     with exclusive(path.parent):
-        if not path.exists():
+        if not is_whole(path):
+            if path.exists():
+                log.warning("%s is damaged", path.name)
             log.info("compiling the native operators for %s", instruction_set.name)
             with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
                 built = Path(scratch) / path.name
                 instruction_set.compile(compiler, built)
+                with built.open("rb") as file:
+                    os.fsync(file.fileno())  # or a loss of power could leave the name without the contents
                 built.replace(path)
     return path
 

@@ -8,31 +8,46 @@ from __future__ import annotations
 
 import hashlib
 import os
+import struct
 import subprocess
 from functools import cache
 from pathlib import Path
 
 from configs.cache import cache_dir
-from engine.native.instruction_sets import COMPILED, HERE, InstructionSet, find_compiler
+from engine.native.instruction_sets import COMPILED, HERE, INSTRUCTION_SETS, InstructionSet, command_words, find_compiler
+from protocol.errors import ConfigError
 
 FORCED = "TANDEM_NATIVE"
 """Environment variable that names the set to use."""
 _VERSION_S = 20.0
 """Deadline for the compiler to say its version."""
+_ELF64 = struct.Struct("<4s36xQ10xHH2x")
+"""Header of a library: magic number, place of the table of sections, bytes of an entry, and their number."""
 
 
 def library_path(instruction_set: InstructionSet) -> Path | None:
-    """Return the path of a set's library, which need not exist: in a wheel, else in the cache folder; None without a compiler.
+    """Return the path of a set's library: in a wheel, else in the cache folder, where it need not be; None without a compiler.
 
     Raises OSError or subprocess.SubprocessError if the compiler can't say its version.
     """
     carried = HERE / COMPILED / instruction_set.file_name
-    if carried.exists():
+    if is_whole(carried):
         return carried
     compiler = find_compiler()
     if compiler is None:
         return None
     return cache_dir() / "native" / f"{_version_digest(compiler)}-{instruction_set.file_name}"
+
+
+def can_be_had() -> bool:
+    """Return whether there are native operators in a wheel, or a compiler that can make them.
+
+    Whether the processor has their instructions, and whether compiling them succeeds, is not asked.
+    """
+    try:
+        return library_path(INSTRUCTION_SETS[-1]) is not None
+    except (OSError, subprocess.SubprocessError, ConfigError):
+        return False
 
 
 def is_at_hand(instruction_set: InstructionSet) -> bool:
@@ -41,10 +56,27 @@ def is_at_hand(instruction_set: InstructionSet) -> bool:
         path = library_path(instruction_set)
     except (OSError, subprocess.SubprocessError):
         return False  # a compiler that does not work has made nothing
-    return path is not None and os.path.exists(path)
+    return path is not None and is_whole(path)
+
+
+def is_whole(library: Path) -> bool:
+    """Return whether a library is there with all of its bytes. Whoever maps one that is cut off dies of it.
+
+    An ELF file ends with the table of its sections, or behind it: https://refspecs.linuxfoundation.org/elf/elf.pdf.
+    """
+    try:
+        with library.open("rb") as file:
+            header, size = file.read(_ELF64.size), os.fstat(file.fileno()).st_size
+    except OSError:
+        return False
+    if len(header) < _ELF64.size:
+        return False
+    magic, table_at, entry_bytes, entries = _ELF64.unpack(header)
+    return bool(magic == b"\x7fELF" and table_at + entry_bytes * entries <= size)
 
 
 @cache
 def _version_digest(compiler: str) -> str:
-    version = subprocess.run([compiler, "--version"], check=True, capture_output=True, timeout=_VERSION_S).stdout
-    return hashlib.sha256(version).hexdigest()[:8]
+    program, *more = command_words(compiler)
+    version = subprocess.run([program, *more, "--version"], check=True, capture_output=True, timeout=_VERSION_S).stdout
+    return hashlib.sha256(version + " ".join(more).encode()).hexdigest()[:8]

@@ -58,7 +58,7 @@ class InstructionSet:
         """Compile the operators into the file `target`. Raises OSError or subprocess.SubprocessError if that fails."""
         sources = {file.name: str(file) for folder in reversed(self._folders) for file in folder.glob("*.cpp")}
         includes = (f"-I{folder}" for folder in self._folders)
-        command = [compiler, *_OPTIONS, *self.options, *includes, "-o", str(target), *sorted(sources.values())]
+        command = [*command_words(compiler), *_OPTIONS, *self.options, *includes, "-o", str(target), *sorted(sources.values())]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_S)
 
     @property
@@ -109,5 +109,10 @@ INSTRUCTION_SETS = (
 
 
 def find_compiler() -> str | None:
-    """Return the C++ compiler of this machine: $CXX, g++ or c++; None if there is none."""
-    return os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+    """Return the C++ compiler of this machine: $CXX, g++ or c++; None if there is none. It may be several words."""
+    return os.environ.get("CXX", "").strip() or shutil.which("g++") or shutil.which("c++")
+
+
+def command_words(compiler: str) -> list[str]:
+    """Return the words of a compiler's command: one for a program that is there, several for `ccache g++` or `g++ -m64`."""
+    return [compiler] if shutil.which(compiler) else compiler.split()

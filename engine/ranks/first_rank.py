@@ -106,7 +106,8 @@ class FirstRankActor(WorkerActor):
             await gang.close()
             raise
         server = WireServer(self._secret, self._host)
-        me = WorkerRef(self._worker_id, self._epoch, server.address, gang.size, arithmetic, model.facts.identity[:_HASH_DIGITS])
+        weights = runner.facts.identity[:_HASH_DIGITS]  # the files may have changed since
+        me = WorkerRef(self._worker_id, self._epoch, server.address, gang.size, arithmetic, weights)
         try:
             return self.worker(
                 FirstRank(

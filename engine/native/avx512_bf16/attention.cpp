@@ -139,13 +139,12 @@ inline i64 chunk_tokens(i64 left) { return std::min(kChunk, (left + kColumns - 1
 void decode_sequence(const bf16* q, const Context<bf16>& context, i64 length, i64 window, const Heads& heads, i64 first, i64 last, float scale,
                      bf16* out, const Context<bf16>& after, i64 after_length) {
   static thread_local Rows rows;
-  static thread_local std::vector<bf16> buffer;
+  static thread_local Room<bf16> buffer;
   Multiplier multiply;
   const i64 group = heads.group(), size = heads.size, count_rows = (last - first) * group, own = first * group * size;
   rows.begin(count_rows, size);
   std::memcpy(rows.queries.data(), q + own, count_rows * size * sizeof(bf16));
-  buffer.resize(2 * kChunk * size);
-  bf16 *keys = buffer.data(), *values = keys + kChunk * size;
+  bf16 *keys = buffer.of(2 * kChunk * size), *values = keys + kChunk * size;
   i64 offsets[kChunk];
   for (i64 begin = first_chunk(length, window); begin < length; begin += kChunk) {
     const i64 left = length - begin, count = chunk_tokens(left);
@@ -211,9 +210,8 @@ void prefill_attention(const bf16* qkv, const bf16* keys, const bf16* values, co
   const Context<bf16> context{keys, values, table, block_size, num_kv_heads * size};
   const i64 length = start + tokens, padded = (length + kColumns - 1) / kColumns * kColumns;
   const i64 hidden = first_chunk(start + 1, window), blocks = (padded - hidden) / kColumns;
-  static thread_local std::vector<bf16> buffer;
-  buffer.resize(2 * num_kv_heads * padded * size);
-  bf16 *packed_keys = buffer.data(), *packed_values = packed_keys + num_kv_heads * padded * size;
+  static thread_local Room<bf16> buffer;
+  bf16 *packed_keys = buffer.of(2 * num_kv_heads * padded * size), *packed_values = packed_keys + num_kv_heads * padded * size;
   bool numbers = true;
 #pragma omp parallel for num_threads(threads) reduction(&& : numbers) if (threads > 1)
   for (i64 unit = 0; unit < num_kv_heads * blocks; ++unit) {

@@ -20,11 +20,8 @@ constexpr i64 kTileTokens = 16;  // tokens of a prompt that go through the conte
 struct alignas(64) Line {
   byte bytes[64];
 };
-using Lines = std::vector<Line>;
-inline byte* room_for(Lines& lines, i64 count) {
-  lines.resize((count + 63) / 64);
-  return lines.data()->bytes;
-}
+using Lines = Room<Line>;
+inline byte* room_for(Lines& lines, i64 count) { return lines.of((count + 63) / 64)->bytes; }
 
 // A chunk of one head's context, packed: keys of each 64 tokens as [H / 4][64][4], values of each 64 of H as [tokens / 4][64][4],
 // `stride` apart; and the scales of both.
@@ -279,10 +276,9 @@ void prefill_attention_int8(const bf16* qkv, const byte* keys, const byte* value
   const i64 length = start + tokens, padded = (length + kColumns - 1) / kColumns * kColumns;
   const i64 hidden = first_chunk(start + 1, window), blocks = (padded - hidden) / kColumns;
   static thread_local Lines buffer;
-  static thread_local std::vector<float> scales;
-  scales.resize(2 * num_kv_heads * padded);
+  static thread_local Room<float> scales;
   byte* const bytes = room_for(buffer, 2 * num_kv_heads * padded * size);  // of this thread: the others must not look for their own
-  float* const floats = scales.data();
+  float* const floats = scales.of(2 * num_kv_heads * padded);
   const auto packed = [=](i64 head) {
     byte* keys = bytes + 2 * head * padded * size;
     float* key_scales = floats + 2 * head * padded;

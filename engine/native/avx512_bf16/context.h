@@ -4,10 +4,31 @@
 #include "common.h"
 
 #include <algorithm>
+#include <memory>
 
 namespace {
 
 constexpr i64 kChunk = 128;  // tokens of context whose scores are held at once
+
+// Memory for values that are written before they are read. It only grows, and what was in it is gone then: nothing is copied or
+// filled with zeros. Longer contexts come step by step, so it is larger than need be; the system gives only what is touched.
+template <typename T>
+class Room {
+ public:
+  T* of(i64 count) {
+    if (count > size_) {
+      size_ = 0;
+      values_.reset();
+      values_.reset(new T[count + count / 2]);
+      size_ = count + count / 2;
+    }
+    return values_.get();
+  }
+
+ private:
+  std::unique_ptr<T[]> values_;
+  i64 size_ = 0;
+};
 
 struct Heads {
   i64 query, key_value, size;

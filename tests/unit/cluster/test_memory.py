@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
@@ -58,6 +59,7 @@ def test_a_worker_takes_its_pool_its_weights_and_its_processes(
 ) -> None:
     """134.5 million parameters, of which 28.3 million are embedding and head."""
     monkeypatch.setattr(cluster.memory, "processor_features", lambda: frozenset(features))
+    monkeypatch.setattr(cluster.memory, "can_be_had", lambda: True)
     settings = config(dtype="auto", quantization=quantization, prefill={"tensor_parallel_size": 3})
     taken = role_memory(settings, facts)
     assert taken[Role.DECODE].kv_pool == 65_536 * 30 * 2 * 3 * 64 * dtype_bytes
@@ -69,6 +71,20 @@ def test_a_worker_takes_its_pool_its_weights_and_its_processes(
     assert taken[Role.PREFILL].process == 3 * taken[Role.DECODE].process
     on_gpu = role_memory(config(dtype="bfloat16", decode={"resources": {"GPU": 1.0}}), facts)[Role.DECODE]
     assert (on_gpu.kv_pool, on_gpu.weights) == (0, 0)
+
+
+@pytest.mark.parametrize("compiler", ["", "/nowhere/g++"])
+def test_without_a_compiler_or_a_wheel_all_is_as_torch_has_it(
+    facts: ModelFacts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compiler: str
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CXX", compiler)
+    monkeypatch.setattr("engine.native.files.HERE", tmp_path)
+    settings = config(dtype="auto", quantization="int4")
+    monkeypatch.setattr(cluster.memory, "processor_features", lambda: frozenset(("avx2", "fma", "f16c")))
+    alike = role_memory(settings, facts)
+    monkeypatch.setattr(cluster.memory, "processor_features", frozenset)
+    assert role_memory(settings, facts) == alike
 
 
 def test_the_sum_over_both_roles_has_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:

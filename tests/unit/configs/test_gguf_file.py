@@ -140,5 +140,15 @@ def test_names_given_twice(tmp_path: Path, tiny_bytes: bytes) -> None:
     assert "a.bool is there twice" in refused(path)
 
 
-def test_alignment(tmp_path: Path, make_gguf: Files) -> None:
-    assert "power of two, not 3" in refused(make_gguf(general__alignment=3))
+@pytest.mark.parametrize("alignment", [0, 1, 4, 24])
+def test_alignment(make_gguf: Files, alignment: int) -> None:
+    assert f"power of two from 8 on, not {alignment}" in refused(make_gguf(general__alignment=alignment))
+
+
+def test_tensors_lie_where_they_may(tmp_path: Path, tiny_bytes: bytes) -> None:
+    path = tmp_path / "x.gguf"
+    before = b"w" + struct.pack("<IQQI", 2, 32, 2, 0)
+    assert before + struct.pack("<Q", 0) in tiny_bytes
+    for offset in (1, 16):
+        path.write_bytes(tiny_bytes.replace(before + struct.pack("<Q", 0), before + struct.pack("<Q", offset)) + bytes(16))
+        assert "tensor w lies at no multiple of general.alignment" in refused(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -11,7 +12,7 @@ from configs.schema import ClusterConfig, PoolConfig
 from configs.speculation.config import SpeculativeConfig
 from engine.drafting.draft_model import PROBES, DraftModel, DraftRequest
 from protocol.errors import ConfigError
-from protocol.sampling import SamplingParams
+from protocol.sampling import SamplingParams, TokenBias
 from tests.tiny_models import random_model, saved, tiny_facts
 
 CONFIG = ClusterConfig(
@@ -94,3 +95,8 @@ def test_ids_that_one_of_the_two_models_lacks(model: DraftModel) -> None:
         model.draft([DraftRequest([5, token, 7], 0, table, 4, WAYS[0], 1)]).token_ids for token in (last + 64, last)
     )
     assert beyond == within
+    told = replace(WAYS[0], min_tokens=9, stop_token_ids=(last + 9,), logit_bias=(TokenBias(last + 64, 5.0),))
+    plain, beyond = (model.draft([DraftRequest(tokens, 0, table, 4, way, 1)]).token_ids for way in (WAYS[0], told))
+    assert beyond == plain
+    known = replace(WAYS[0], min_tokens=9, stop_token_ids=(plain[0][0], last + 9), logit_bias=(TokenBias(3, 100.0),))
+    assert list(model.draft([DraftRequest(tokens, 0, table, 4, known, 1)]).token_ids[0]) == [3, 3, 3, 3]

@@ -1,11 +1,9 @@
-"""The native operators against torch's, the same bits in any company, and what happens where they can't be had."""
+"""The native operators against torch's, and the same bits in any company."""
 
 from __future__ import annotations
 
-import logging
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -195,33 +193,6 @@ def test_a_step_is_the_same_as_torch_s(smollm2_facts: ModelFacts, kv_cache_dtype
     assert relative_error(native.attend(0, one), plain.attend(0, other)) < 1e-2
 
 
-def test_no_compiler_means_no_library(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
-    if LIBRARY is None:
-        pytest.skip("the processor has no use for one")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CXX", raising=False)
-    with caplog.at_level(logging.WARNING):
-        assert build.load_library.__wrapped__(torch.bfloat16) is None
-    assert "no C++ compiler" in caplog.text
-
-
-@NATIVE
-def test_a_compiler_that_fails_is_told_and_survived(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
-    broken = tmp_path / "c++"
-    broken.write_text("#!/bin/sh\ncase $1 in --version) echo mine;; *) echo 'no space left' >&2; exit 1;; esac\n")
-    broken.chmod(0o755)
-    monkeypatch.setenv("CXX", str(broken))
-    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "cache"))
-    with caplog.at_level(logging.WARNING):
-        assert build.load_library.__wrapped__(torch.bfloat16) is None
-    assert "no space left" in caplog.text
-    assert list((tmp_path / "cache" / "native").glob("*.so")) == []
-
-
 @NATIVE
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -252,17 +223,6 @@ def test_a_dense_matrix_gives_its_rows_back(dtype: torch.dtype) -> None:
     for wrong in (-1, 211):
         with pytest.raises(IndexError, match="none of the 211"):
             matrix.embedding(torch.tensor([wrong, 0]))
-
-
-@pytest.mark.slow
-@NATIVE
-def test_the_library_is_built_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path))
-    assert build.load_library.__wrapped__(torch.bfloat16) is not None
-    (built,) = (tmp_path / "native").glob("*.so")
-    written = built.stat().st_mtime_ns
-    assert build.load_library.__wrapped__(torch.bfloat16) is not None
-    assert built.stat().st_mtime_ns == written
 
 
 @NATIVE

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from configs.loader import load_config
+from configs.models import resolve_for
 from engine.model_runner import ModelRunner
+from engine.ranks.first_rank import FirstRank, FirstRankActor
 from engine.ranks.share import load_share, rank_device
 from engine.ranks.tensor_parallel import ALONE
 from protocol.errors import ConfigError
@@ -57,3 +61,22 @@ def test_gpus_that_do_not_fit_the_device_are_refused(overrides: dict[str, Any], 
     with pytest.raises(ConfigError) as caught:
         load_config(None, overrides)
     assert problem in caught.value.message
+
+
+class _Alone(FirstRankActor):
+    """A worker that is its first rank, and does nothing."""
+
+    def worker(self, rank: FirstRank) -> Any:
+        rank.server.close()
+        return rank
+
+
+def test_a_worker_is_named_by_what_it_has_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the model is another one a moment later."""
+    config = load_config(None, {"engine": "paced", "decode.kv_cache_tokens": 8192})
+    loaded = resolve_for(config)
+    later = replace(loaded, facts=replace(loaded.facts, model_hash="f" * 64))
+    monkeypatch.setattr("engine.ranks.first_rank.resolve_for", lambda config: later)
+    actor = _Alone("worker-0", 0, config, config.decode, b"secret", "127.0.0.1", torch.get_num_threads(), [])
+    ready = asyncio.run(actor.start())
+    assert loaded.facts.identity.startswith(ready.weights)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,7 +38,7 @@ def packer(made: list[int], values: int = 3) -> Callable[[], Iterator[tuple[str,
 
 
 def load(made: list[int], identity: tuple[object, ...] = IDENTITY) -> dict[str, list[float]]:
-    return {name: tensor.tolist() for name, tensor in mapped_tensors("tiny", identity, packer(made)).items()}
+    return {name: tensor.tolist() for name, tensor in mapped_tensors("tiny", identity, packer(made), lambda: True).items()}
 
 
 def only_file(cache: Path) -> Path:
@@ -83,6 +84,38 @@ def test_what_a_dead_writer_left_and_what_nobody_used_goes(cache: Path) -> None:
     assert sorted(each.name for each in file.parent.iterdir()) == [".lock", "packed.gguf"]
 
 
+def test_what_a_dead_writer_left_takes_no_room(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    load(made)
+    file = only_file(cache)
+    left = file.rename(file.with_name(".new-packed.gguf"))
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: _Usage() if left.exists() else _usage_now(folder))
+    assert load(made) == EXPECTED
+    assert only_file(cache) == file
+
+
+def test_what_dead_writers_of_other_files_left_goes(cache: Path) -> None:
+    young, old = (cache / "weights" / name / ".new-packed.gguf" for name in ("young", "old"))
+    for each in (young, old):
+        each.parent.mkdir(parents=True)
+        each.write_bytes(b"half of it")
+    two_days = time.time() - 2 * 86_400
+    os.utime(old, (two_days, two_days))
+    load([])
+    assert young.exists(), "its writer may live"
+    assert not old.exists()
+
+
+def test_an_old_file_that_cannot_be_removed_stays(cache: Path) -> None:
+    held = cache / "weights" / "other" / "packed.gguf"
+    held.mkdir(parents=True)  # so it can't be unlinked
+    month = time.time() - 31 * 86_400
+    os.utime(held, (month, month))
+    made: list[int] = []
+    assert load(made) == load(made) == EXPECTED
+    assert len(made) == 1
+
+
 def test_mapping_keeps_a_file(cache: Path) -> None:
     made: list[int] = []
     load(made, ("used",))
@@ -96,6 +129,9 @@ def test_mapping_keeps_a_file(cache: Path) -> None:
 
 class _Usage:
     free = 10
+
+
+_usage_now = shutil.disk_usage
 
 
 def test_without_room_each_process_holds_its_own(
@@ -124,7 +160,7 @@ def large() -> Iterator[tuple[str, Tensor]]:
 
 def hold_large(ready: Any, end: Any) -> None:
     before = pss_bytes(os.getpid())
-    tensors = mapped_tensors("large", ("large",), large)
+    tensors = mapped_tensors("large", ("large",), large, lambda: True)
     assert int(tensors["large"].sum(dtype=torch.int64)) == LARGE_BYTES
     ready.put(before)
     end.wait(60)

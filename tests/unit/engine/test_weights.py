@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from configs.facts import ModelFacts, WeightFormat
+from configs.model_files.hf_directory import facts_from_directory
 from engine.batch import Chunk
 from engine.model_runner import ModelRunner
 from engine.models.gguf_weights import GgufWeights
 from engine.models.packing import WeightFormat as LoadFormat
+from engine.models.packing import packed_tensors
 from engine.models.parameters import Part
 from engine.models.weights import load_weights
+from engine.native.library import NativeLibrary
 from protocol.errors import ConfigError
 from protocol.sampling import SamplingParams
 
@@ -27,6 +31,7 @@ GREEDY = SamplingParams(seed=0, max_tokens=1, temperature=0.0, num_logprobs=20)
 Q = gguf.GGMLQuantizationType
 
 FLOAT32 = LoadFormat(torch.float32, "auto", library=None)
+LIBRARY = NativeLibrary.load(1, torch.bfloat16)
 
 
 def write_gguf(path: Path, tensors: dict[str, np.ndarray[Any, Any]], ggml_type: Any, architecture: str = "llama") -> None:
@@ -183,3 +188,27 @@ def test_unreadable_files(small_model: Any, tmp_path: Path) -> None:
     for file in (broken, tmp_path / "absent.safetensors"):
         with pytest.raises(ConfigError, match=file.name):
             load_weights(replace(facts, weight_files=(file,)), FLOAT32)
+
+
+@pytest.mark.skipif(LIBRARY is None, reason="needs AVX2, and a C++ compiler or a wheel")
+def test_weights_of_a_model_that_changes_while_it_is_read_are_not_kept(
+    tmp_path: Path, small_model: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = Path(shutil.copytree(small_model("llama-wide").facts.weight_files[0].parent, tmp_path / "model"))
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path))
+    facts, format_ = facts_from_directory(folder, "tiny"), LoadFormat(torch.bfloat16, "none", LIBRARY)
+    (file,) = facts.weight_files
+    before = file.read_bytes()
+
+    def changing(*args: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from packed_tensors(*args)
+        file.write_bytes(before[:-1] + b"!")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("engine.models.weights.packed_tensors", changing)
+        load_weights(facts, format_, shared=True)
+    assert "the weights of tiny are not shared: its files have changed meanwhile" in caplog.text
+    assert not list((tmp_path / "weights").glob("*/packed.gguf"))
+    file.write_bytes(before)
+    load_weights(facts, format_, shared=True)
+    assert len(list((tmp_path / "weights").glob("*/packed.gguf"))) == 1

@@ -78,6 +78,27 @@ def test_steps_go_to_the_smallest_graph_that_holds_them(small_model: Callable[[s
     assert recorder.replayed == [2, 1, 2], told
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the weights of this test are on the CPU")
+def test_a_windowed_context_may_have_more_blocks_than_the_pool(small_model: Callable[[str], Any]) -> None:
+    """What lies before the windows is in no block, but in the table."""
+    facts = replace(small_model("llama").facts, num_layers=3, sliding_windows=(8, 8, 8))
+    recorder = Recorder()
+    with torch.inference_mode():
+        weights = load_weights(facts, WeightFormat(torch.float32, "none", library=None))
+        pool = KVPool.for_model(facts, 64, 8, torch.float32)
+        pool.fill_randomly()
+        graphed = GraphedDecoder(facts, weights, pool, recorder, rows=(2,))
+        chunks = [Chunk([5], 157, [0] * 17 + [3, 1, 2], SAMPLED, 9), Chunk([6], 2, [5], SAMPLED, 1)]
+        batch = ForwardBatch.build(chunks, 8)
+        logits = graphed.forward(batch, None)
+        expected = Decoder(facts, weights, step_factory(facts, None), ALONE).forward(batch, pool, None)
+    assert logits is not None
+    assert expected is not None
+    assert relative_error(logits, expected.double()) < 1e-5
+    assert recorder.replayed == [2]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize(("device", "dtype", "field"), [("cuda", "auto", "device"), ("cpu", "float16", "dtype")])
 def test_what_cannot_be_had_is_refused(device: Any, dtype: Any, field: str, small_model: Callable[[str], Any]) -> None:
