@@ -62,6 +62,8 @@ def local_environment(scratch: Path) -> dict[str, str]:
         "RAY_ROTATION_BACKUP_COUNT": os.environ.get("RAY_ROTATION_BACKUP_COUNT", str(_OLD_LOGS)),
         # Ray lowers the priority of its workers; ours are what this machine is to work on.
         "RAY_worker_niceness": "0",
+        # Or the GCS keeps 3.5 KiB of each of the latest 100,000 calls of actors, for a dashboard.
+        "RAY_task_events_report_interval_ms": "0",
         # Serve's second entry, on a fixed port by default; two clusters on one machine must not meet there.
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
         # A raylet that comes before its store does looks again after so many milliseconds, so often; by default after a second.

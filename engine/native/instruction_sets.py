@@ -20,7 +20,7 @@ COMPILED = "compiled"
 """Folder of a wheel's compiled operators, beside this file."""
 _OPTIONS = ("-O3", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-w")
 """OpenMP's library has the name of the one that torch has loaded, so both share one pool of threads."""
-_COMPILE_S = 120.0
+_COMPILE_S = 300.0
 
 
 @dataclass(frozen=True)

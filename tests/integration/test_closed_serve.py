@@ -72,12 +72,20 @@ def test_the_audit_log_tells_who_did_what(closed: Any, audit_log: Path) -> None:
     assert stat.S_IMODE(audit_log.stat().st_mode) == 0o600
 
 
-def test_logs_are_bounded(closed: Any) -> None:
-    """The controller writes a line for each order, and the router one for each request."""
+def gcs_mib(cluster: Any) -> float:
+    """Memory of Ray's GCS."""
+    [pid] = [pid for pid, command in cluster.processes().items() if "gcs_server" in command.partition(" ")[0]]
+    return float(re.findall(r"RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())[0]) / 1024
+
+
+def test_orders_leave_bounded_logs_and_nothing_in_the_gcs(closed: Any) -> None:
+    """The controller writes a line for each order, and the router one for each request. Each is a call of several actors."""
     commands = " ".join(closed.processes().values())
     [session] = set(re.findall(r"/tmp/ray/session_[0-9_-]+", commands))
+    before = gcs_mib(closed)
     for _ in range(600):
         assert closed.scale(decode=1).status_code == 200
+    assert gcs_mib(closed) - before < 2.0
     logs = [path for path in (Path(session) / "logs").rglob("*") if re.search(r"(worker-|replica_).*", path.name)]
     sizes = {path.name: path.stat().st_size for path in logs}
     rotated = {name: size for name, size in sizes.items() if name.endswith(".1")}
