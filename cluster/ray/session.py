@@ -7,6 +7,7 @@ Joined: the cluster's own environment counts (see ray_cluster.yaml); leaving it 
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import secrets
@@ -21,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import cluster
-from cluster.ray.lean_node import lean_node
 from cluster.ray.leftovers import SCRATCH_PREFIX, TEMPORARY, claim, remove_leftovers
 from configs.machine import num_gpus, usable_cores
 from protocol.errors import ConfigError, UnavailableError, first_line
@@ -32,6 +32,8 @@ _LOG_BYTES = 32 * 1024 * 1024
 """Most bytes of one log file; then it is renamed and another one begun."""
 _OLD_LOGS = 2
 """Number of renamed files that are kept of each log."""
+LEFT_OUT: dict[str, Any] = {"include_log_monitor": False, "no_monitor": True, "dashboard_agent_listen_port": 0}
+"""Parameters of a Ray node, by their names in `RayParams`. A port of 0 is any free one."""
 _CONNECT_S = 5.0
 _OWN_PORTS = range(20_000, 32_768)
 
@@ -141,6 +143,32 @@ def _start_ray() -> Any:
             )
     except Exception as error:  # Ray has no narrower one for a process of its own that does not come up in time
         raise UnavailableError(f"Ray did not start on this machine: {first_line(error)}") from error
+
+
+@contextmanager
+def lean_node() -> Iterator[None]:
+    """Have `ray.init`, called in this block, start a node without what nothing here needs.
+
+    That is the log monitor, which shows workers' output in the driver, the monitor, which adds nodes, and a dashboard that is
+    started even where it is told not to be. The node's agent chooses its port: where another Ray has the usual one, 52365, it
+    would try again for three seconds. `ray start` has flags for these, `ray.init` has no arguments.
+    """
+    from ray._private import parameter, services
+
+    made: Any = parameter
+    started: Any = services
+    former = made.RayParams, started.start_api_server
+    made.RayParams = functools.partial(made.RayParams, **LEFT_OUT)
+    started.start_api_server = _no_dashboard
+    try:
+        yield
+    finally:
+        made.RayParams, started.start_api_server = former
+
+
+def _no_dashboard(*_: Any, **__: Any) -> tuple[str, None]:
+    """Its address and its process."""
+    return "", None
 
 
 @contextmanager

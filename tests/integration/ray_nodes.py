@@ -19,8 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from cluster.ray.lean_node import lean_node
-from cluster.ray.session import local_environment
+from cluster.ray.session import lean_node, local_environment
 
 
 def answer(cluster: Any, order: str) -> Any:

@@ -13,8 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from cluster.ray.lean_node import lean_node
-from cluster.ray.session import local_environment
+from cluster.ray.session import lean_node, local_environment
 
 
 def main() -> None:

@@ -1,8 +1,9 @@
-"""A Ray of our own that does not start."""
+"""A Ray of our own: what is left out of it, by the names that the installed Ray has for that, and how it fails to start."""
 
 from __future__ import annotations
 
 import errno
+import inspect
 import os
 import tempfile
 from pathlib import Path
@@ -11,8 +12,10 @@ from unittest.mock import Mock
 
 import pytest
 import ray
+from ray._private import parameter, services
 
 from cluster.ray import session
+from cluster.ray.session import LEFT_OUT, lean_node
 from protocol.errors import ConfigError, UnavailableError
 
 
@@ -41,3 +44,23 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(monkeypatch: pytest.Monk
     with pytest.raises(ConfigError, match=f"^{tmp_path} can't be written: No space left on device$"), session.local_ray():
         raise AssertionError("it does not come so far")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_ray_knows_what_is_left_out() -> None:
+    assert LEFT_OUT.keys() <= inspect.signature(parameter.RayParams).parameters.keys()
+
+
+def test_a_node_has_no_monitors_no_dashboard_and_an_agent_at_any_port() -> None:
+    with lean_node():
+        made = parameter.RayParams(num_cpus=1, include_dashboard=False)
+        made.update_if_absent(include_log_monitor=True, no_monitor=False, dashboard_agent_listen_port=52365)
+        dashboard: Any = services.start_api_server
+        assert dashboard(False, True, port=8265) == ("", None)
+    assert {name: getattr(made, name) for name in LEFT_OUT} == LEFT_OUT
+
+
+def test_other_nodes_are_as_they_were() -> None:
+    whole, dashboard = parameter.RayParams, services.start_api_server
+    with lean_node():
+        pass
+    assert (parameter.RayParams, services.start_api_server) == (whole, dashboard)
