@@ -1,6 +1,6 @@
 # make serve    install, fetch the default model, start a cluster of one prefill and one decode worker (ARGS="--port 9000")
 # make test     install with the test tools, then ruff, mypy and the quick tests: twelve minutes on two cores
-# make test-all   the same, then the slow tests (make test-slow): all of them in 80 minutes
+# make test-all   the same, then the slow tests (make test-slow) and the long ones (make test-long): 80 minutes
 # make install  the first half of both: .venv with the package versions of requirements.lock
 # make lint     ruff and mypy
 # make format   ruff rewrites what it can
@@ -19,7 +19,7 @@
 # To run some tests only, call .venv/bin/pytest with their names.
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-slow test-all coverage lint format unit unit-newest docs update chaos bench bench-smoke results clean
+.PHONY: help install serve test test-slow test-long test-all coverage lint format unit unit-newest docs update chaos bench bench-smoke results clean
 .DELETE_ON_ERROR:
 
 VENV := .venv
@@ -59,11 +59,15 @@ test: lint
 	$(BIN)/pytest $(CLUSTERS) -m "not slow" $(ARGS)
 
 test-slow: $(VENV)/.installed-test
-	$(BIN)/pytest $(PARTS) -m slow $(ARGS)
-	$(BIN)/pytest $(CLUSTERS) -m slow $(ARGS)
+	$(BIN)/pytest $(PARTS) -m "slow and not long" $(ARGS)
+	$(BIN)/pytest $(CLUSTERS) -m "slow and not long" $(ARGS)
+
+test-long: $(VENV)/.installed-test
+	$(BIN)/pytest $(CLUSTERS) -m long $(ARGS)
 
 test-all: test
 	$(MAKE) test-slow
+	$(MAKE) test-long
 
 coverage: $(VENV)/.installed-test
 	$(BIN)/pytest $(PARTS) --cov $(ARGS)

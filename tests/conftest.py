@@ -10,8 +10,9 @@ from typing import Any
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# One of several processes of tests computes on one core, and so do the processes that it starts. Where a test wants two threads,
-# one that waits for the other leaves its core to whoever has work: else the two take ten times as long. OpenMP reads these once.
+# One of several processes of tests computes on one core, and so do the processes that it starts. Where a test wants two
+# threads, one that waits for the other leaves its core to whoever has work: else the two take ten times as long. OpenMP reads
+# these once.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -1,4 +1,4 @@
-"""Write the list of slow tests into tests/README.md, as pytest collects them: `.venv/bin/python -m tests.tiers`."""
+"""Write the list of slow and long tests into tests/README.md, as pytest collects them: `.venv/bin/python -m tests.tiers`."""
 
 from __future__ import annotations
 
@@ -15,16 +15,21 @@ BEGIN, END = "<!-- slow tests: begin -->\n", "<!-- slow tests: end -->\n"
 
 
 class Collected:
-    """A plugin that notes, for every test function, how many of its cases are quick and how many slow."""
+    """A plugin that notes, for every test function, how many of its cases are quick, how many slow, and how many long."""
 
     def __init__(self) -> None:
         self.quick: Counter[tuple[str, str]] = Counter()
         self.slow: Counter[tuple[str, str]] = Counter()
+        self.long: Counter[tuple[str, str]] = Counter()
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         for item in items:
             path, _, name = item.nodeid.partition("::")
-            counted = self.slow if item.get_closest_marker("slow") else self.quick
+            assert item.get_closest_marker("slow") or not item.get_closest_marker("long"), (
+                f"{item.nodeid} is long, so it is slow"
+            )
+            tiers = ((self.long, "long"), (self.slow, "slow"))
+            counted = next((tier for tier, mark in tiers if item.get_closest_marker(mark)), self.quick)
             counted[path, name.partition("[")[0]] += 1
 
 
@@ -40,11 +45,11 @@ def collect() -> Collected:
 
 
 def table(found: Collected) -> str:
-    """One row for each test function that has slow cases, in the order of the files."""
-    lines = ["| file | test | slow | quick |\n", "|---|---|---|---|\n"]
-    for path, name in sorted(found.slow):
-        short = path.removeprefix("tests/")
-        lines.append(f"| {short} | {name} | {found.slow[path, name]} | {found.quick[path, name]} |\n")
+    """One row for each test function that has slow or long cases, in the order of the files."""
+    lines = ["| file | test | long | slow | quick |\n", "|---|---|---|---|---|\n"]
+    for path, name in sorted(found.slow | found.long):
+        cases = " | ".join(str(counted[path, name]) for counted in (found.long, found.slow, found.quick))
+        lines.append(f"| {path.removeprefix('tests/')} | {name} | {cases} |\n")
     return "".join(lines)
 
 

@@ -138,6 +138,7 @@ def test_from_zero_with_the_real_model(serve: Callable[..., Any], quick: tuple[s
         assert took_s < start_s + max(1.0, start_s / 2)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_a_ramp_is_met_by_more_workers_and_no_request_fails(serve: Callable[..., Any], quick: tuple[str, str]) -> None:
     """The real model. A limit that no processor keeps wants streams apart; what is late all the same does not fail."""

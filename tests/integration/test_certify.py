@@ -11,6 +11,7 @@ import pytest
 from tests.integration.local_processes import TANDEM
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_whole_rehearsal_passes(tmp_path: Path) -> None:

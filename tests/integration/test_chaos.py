@@ -17,7 +17,7 @@ import pytest
 from benchmarks.lib.chaos import Chaos, WorkerFaults, growing, worker_fault
 from benchmarks.lib.streams import KINDS, Request
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 SECONDS = float(os.environ.get("TANDEM_CHAOS_S", "45"))
 SEED = int(os.environ.get("TANDEM_CHAOS_SEED", "1"))

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.cut_streams import CONFIG, GROWTH_LIMIT, cut_streams
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
 @pytest.mark.timeout(600)  # 280 s on two slow cores without AVX-512

@@ -27,7 +27,7 @@ from tests.integration.test_speculation import (
     requests_of_every_kind,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 CONFIG = json.dumps({"method": "draft_model", "model": "smollm2", "num_speculative_tokens": 4})
 

@@ -95,7 +95,7 @@ def two_quantized(serve: Callable[..., Any]) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["two_decodes", "two_quantized"])
+@pytest.mark.parametrize("kind", ["two_decodes", pytest.param("two_quantized", marks=pytest.mark.long)])
 def test_eight_streams_leave_a_drained_worker_exactly(request: pytest.FixtureRequest, kind: str) -> None:
     cluster = request.getfixturevalue(kind)
     max_tokens = 700  # the streams still run when the command is heard
@@ -145,6 +145,7 @@ def load(cluster: Any, stop: threading.Event) -> Iterator[Stream]:
         yield from batch
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_rollout_under_load_fails_no_request(two_decodes: Any) -> None:

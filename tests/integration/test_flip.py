@@ -179,6 +179,7 @@ def test_one_that_does_both_serves_while_the_only_prefill_worker_is_dead(two_and
     assert cluster.command("scale", "prefill=2", "decode=2").returncode == 0
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_a_hundred_flips_under_load_leave_nothing_behind(serve: Callable[..., Any]) -> None:
     cluster = serve("--engine", "paced", "--prefill", "4", "--decode", "4", "--disaggregation", "always")

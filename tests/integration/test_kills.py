@@ -60,7 +60,7 @@ def streams_of_every_kind_under_kills(cluster: Any, each: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)  # tool calls of 600 tokens, twice
-@pytest.mark.parametrize(("kind", "each"), [("two_decodes", 2), ("two_quantized", 1)])
+@pytest.mark.parametrize(("kind", "each"), [("two_decodes", 2), pytest.param("two_quantized", 1, marks=pytest.mark.long)])
 def test_every_kind_of_stream_outlives_its_workers(request: pytest.FixtureRequest, kind: str, each: int) -> None:
     """And a seeded request with several choices gets the same texts each time, whatever is cached by then."""
     cluster = request.getfixturevalue(kind)
@@ -116,6 +116,7 @@ def test_streams_wait_for_the_only_decode_worker(cluster: Any) -> None:
     asyncio.run(disturbed(cluster, [Request(kind, 3, 40) for kind in KINDS], disturb))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_stopped_worker_loses_its_streams_and_harms_nobody_when_it_wakes_up(serve: Callable[..., Any], tmp_path: Any) -> None:

@@ -114,6 +114,7 @@ def assert_is_the_reference_s(folder: Path, prompt: str, choice: dict[str, Any])
     torch.testing.assert_close(torch.tensor(choice["logprobs"]["token_logprobs"]), expected, atol=1e-3, rtol=0)
 
 
+@pytest.mark.long
 def test_a_long_prompt_is_right_while_others_stream_and_ask(served: Any, folder: Path) -> None:
     prompt, salt = text_of(CONTEXT - ANSWER, 1), os.urandom(8).hex()
     asked = greedy(prompt, ANSWER, cache_salt=salt, logprobs=0)

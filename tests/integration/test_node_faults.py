@@ -52,6 +52,7 @@ def test_a_lost_node_and_partitions_change_no_answer(tmp_path: Path) -> None:
     assert max(rows["cut"]["longest_gaps_s"]) > LEASE_S, "what is cut off says nothing, and nobody is told"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_another_head_takes_up_the_workers_and_every_answer_ends(tmp_path: Path) -> None:
     row = rows_of(tmp_path, "10", "head")["head"]

@@ -226,6 +226,7 @@ def test_flips_change_nothing(guessing: Any, expected: list[dict[str, Any]]) -> 
     guessing.until(lambda: guessing.settled(1, 2), 120)
 
 
+@pytest.mark.long
 def test_a_gang_says_the_same(serve: Callable[..., Any]) -> None:
     """The model has three KV heads. The bits of a gang are its own, so it is compared with itself, and computes no prompts."""
     gang = ("--decode-tensor-parallel-size", "3", "--disaggregation", "always")

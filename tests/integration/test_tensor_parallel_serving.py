@@ -87,6 +87,7 @@ def test_a_small_model_shared_out_says_the_same(
     served.end()
 
 
+@pytest.mark.long
 def test_the_default_model_on_three_ranks_and_a_killed_one(transformers_smollm2: Any, serve: Callable[..., Any]) -> None:
     alone = by_transformers(transformers_smollm2)
     served = serve("--dtype", "float32", "--disaggregation", "always", "--decode-tensor-parallel-size", "3")
