@@ -23,10 +23,16 @@ from tests.fault.test_resume import FixedController
 from tests.fault.two_workers import CONFIG, SECRET
 
 HELD_UP_S = 0.3
+ROUNDING_S = 1e-4
 
 
-async def answer(workers: object, num_tokens: int, faults: Faults | None = None) -> tuple[RequestTimes, float, float]:
-    """The ledger of a whole answer, the wall time by this function's own clock, and the moment of its end."""
+async def answer(
+    workers: object, num_tokens: int, faults: Faults | None = None
+) -> tuple[RequestTimes, tuple[float, float], float]:
+    """The ledger of a whole answer, what it took at least and at most by this function's own clock, and the moment of its end.
+
+    Between two looks at a clock a busy machine may hold this process.
+    """
     metrics = Metrics("small", ClusterSample)
     controller = FixedController(workers)  # type: ignore[arg-type]
     roster = Roster(controller, SECRET, CONFIG.limits, metrics.workers_lost.inc)
@@ -35,29 +41,31 @@ async def answer(workers: object, num_tokens: int, faults: Faults | None = None)
     roster.start()
     if faults is not None:
         workers.network.faults = faults  # type: ignore[attr-defined]
-    began = time.perf_counter()
+    begins = time.perf_counter()
     times = RequestTimes(time.monotonic())
+    began = time.perf_counter()
     async for _ in pipeline.run(Journal(tuple(prompt_of(70)), greedy(num_tokens), ""), times):
         pass
+    ends = time.perf_counter()
     times.finish = end = time.monotonic()
-    took = time.perf_counter() - began
+    ended = time.perf_counter()
     await roster.close()
-    return times, took, end
+    return times, (ends - began, ended - begins), end
 
 
 def test_stages_are_the_wall_time(two_workers: Factory) -> None:
     async def scenario() -> None:
         async with two_workers() as workers:
             engine_began = workers.decode.core.load().busy_s
-            times, took, end = await answer(workers, 120)
+            times, (least, most), end = await answer(workers, 120)
             stages = times.stages(end)
-            assert sum(stages.values()) == pytest.approx(took, rel=0.01)
+            assert least - ROUNDING_S <= sum(stages.values()) <= most + ROUNDING_S
             assert all(stages[stage] > 0 for stage in ("queue", "prefill_queue", "prefill", "decode_step"))
             busy_s = workers.decode.core.load().busy_s - engine_began
             # The first step may have begun before the router has heard that it may.
             assert busy_s <= stages["decode_step"] + stages["handoff_wait"], "what the engine computed is inside of the steps"
             assert len(times.token_gaps) == 119
-            assert sum(times.token_gaps) <= took
+            assert sum(times.token_gaps) <= most
             await workers.until(workers.all_free)
 
     run(scenario())
@@ -81,11 +89,11 @@ def test_a_slow_transfer_is_told_as_one(two_workers: Factory, monkeypatch: pytes
                 asyncio.get_running_loop().call_later(HELD_UP_S, handle, prefill, message)
 
             monkeypatch.setitem(handlers, PushCommit, late)
-            times, took, end = await answer(workers, 5)
+            times, (_, most), end = await answer(workers, 5)
             stages = times.stages(end)
             came, handled = moments
             assert HELD_UP_S * 0.8 < stages["transfer"] < handled - came + 1.0
-            assert stages["handoff_wait"] < took - HELD_UP_S * 0.8
+            assert stages["handoff_wait"] < most - HELD_UP_S * 0.8
             assert times.token_gaps[0] > HELD_UP_S * 0.8, "the second token had to wait for it"
             await workers.until(workers.all_free)
 
@@ -95,11 +103,11 @@ def test_a_slow_transfer_is_told_as_one(two_workers: Factory, monkeypatch: pytes
 def test_damage_is_told_as_lost_work(two_workers: Factory) -> None:
     async def scenario() -> None:
         async with two_workers() as workers:
-            times, took, end = await answer(workers, 20, Faults(flip_bit_at=1))
+            times, (least, most), end = await answer(workers, 20, Faults(flip_bit_at=1))
             stages = times.stages(end)
             assert stages["lost"] > 0
             assert times.resumes == 1
-            assert sum(stages.values()) == pytest.approx(took, rel=0.01)
+            assert least - ROUNDING_S <= sum(stages.values()) <= most + ROUNDING_S
             await workers.until(workers.all_free)
 
     run(scenario())
