@@ -218,6 +218,23 @@ def cluster(shared_cluster: Served) -> Served:
     return shared_cluster
 
 
+@pytest.fixture
+def two_decodes(cluster: Served) -> Served:
+    """1 prefill + 2 decode workers, idle; otherwise as `cluster`."""
+    assert cluster.scale(prefill=1, decode=2).status_code == 200
+    cluster.until(lambda: cluster.settled(1, 2), 90)
+    return cluster
+
+
+@pytest.fixture
+def two_quantized(serve: Callable[..., Served]) -> Served:
+    """1 prefill + 2 decode workers of their own, with KV in eight bits."""
+    cluster = serve("--decode", "2", "--kv-cache-dtype", "int8")
+    cluster.wait_ready()
+    cluster.until(lambda: cluster.settled(1, 2), 90)
+    return cluster
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """Headless Chromium, for tests of pages."""

@@ -43,13 +43,6 @@ def obeys(cluster: Any, **sizes: int) -> bool:
     return bool(answer.status_code == 200)
 
 
-@pytest.fixture
-def two_decodes(cluster: Any) -> Any:
-    assert cluster.scale(prefill=1, decode=2).status_code == 200
-    cluster.until(lambda: cluster.settled(1, 2), 90)
-    return cluster
-
-
 def test_streams_and_workers_outlive_the_controller(two_decodes: Any) -> None:
     cluster = two_decodes
     before = lives(cluster)

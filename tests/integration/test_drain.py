@@ -78,22 +78,6 @@ def counted(cluster: Any, name: str) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"tandem:{name}"))
 
 
-@pytest.fixture
-def two_decodes(cluster: Any) -> Any:
-    assert cluster.scale(prefill=1, decode=2).status_code == 200
-    cluster.until(lambda: cluster.settled(1, 2), 90)
-    return cluster
-
-
-@pytest.fixture
-def two_quantized(serve: Callable[..., Any]) -> Any:
-    """KV in eight bits."""
-    cluster = serve("--decode", "2", "--kv-cache-dtype", "int8")
-    cluster.wait_ready()
-    cluster.until(lambda: cluster.settled(1, 2), 90)
-    return cluster
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["two_decodes", pytest.param("two_quantized", marks=pytest.mark.long)])
 def test_eight_streams_leave_a_drained_worker_exactly(request: pytest.FixtureRequest, kind: str) -> None:

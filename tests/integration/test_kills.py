@@ -21,22 +21,6 @@ from tests.integration.disturbed import begun, disturbed, until
 KILLS = 4
 
 
-@pytest.fixture
-def two_decodes(cluster: Any) -> Any:
-    assert cluster.scale(prefill=1, decode=2).status_code == 200
-    cluster.until(lambda: cluster.settled(1, 2), 90)
-    return cluster
-
-
-@pytest.fixture
-def two_quantized(serve: Callable[..., Any]) -> Any:
-    """KV in eight bits."""
-    cluster = serve("--decode", "2", "--kv-cache-dtype", "int8")
-    cluster.wait_ready()
-    cluster.until(lambda: cluster.settled(1, 2), 90)
-    return cluster
-
-
 def streams_of_every_kind_under_kills(cluster: Any, each: int) -> None:
     """Kill decode workers while so many of each run; every answer must be the undisturbed one."""
     requests = [Request(kind, number, 60) for number in range(each) for kind in KINDS]
