@@ -31,7 +31,7 @@ _UNREAD_LIMIT = 64
 _BACKLOG = 1024
 """Connections that the kernel holds until they are accepted; whoever comes then has to try again after a second."""
 _MOST_SOCKETS = 65_535
-"""Of one process, where ZeroMQ would stop at 1,023. A client takes three, and open files run out before these do."""
+"""Most sockets of one process; ZeroMQ's own limit is 1,023. A client takes three, and open files run out before these do."""
 _CURVE_BYTES = 33
 """By which a message grows when it is encrypted."""
 _TURN_S = 0.005

@@ -179,9 +179,14 @@ def deploy_router(given: RouterArguments, head_resources: dict[str, float]) -> N
     try:
         # Serve's own wait looks once a second.
         serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
-        while (found := serve.status().applications[APPLICATION]).status != ApplicationStatus.RUNNING:
+        while True:
+            found = serve.status().applications.get(APPLICATION)
+            if found is None:
+                raise RuntimeError("its application was removed meanwhile")
+            if found.status == ApplicationStatus.RUNNING:
+                return
             if found.status == ApplicationStatus.DEPLOY_FAILED:
-                raise RuntimeError(found.message)
+                raise RuntimeError(f"its application failed: {found.message}")
             time.sleep(_LOOK_S)
     except (RuntimeError, TimeoutError) as error:
         reason = str(error).strip().splitlines()[-1]
