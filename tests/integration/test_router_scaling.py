@@ -180,6 +180,7 @@ def test_serve_adds_routers_when_many_requests_are_open(serve: Callable[..., Any
     cluster.until(cluster.clean, 30)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_streams_longer_than_a_router_that_goes_are_resumed(serve: Callable[..., Any], tmp_path: Path) -> None:
     config = tmp_path / "cluster.yaml"

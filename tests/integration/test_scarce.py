@@ -160,6 +160,7 @@ def take_memory(pid: int) -> None:
     (group / "cgroup.procs").write_text(str(pid))
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_streams_outlive_a_worker_that_gets_no_memory(two_decodes: Any) -> None:
     """Further requests, larger than those before, make it ask for more. It ends, and its streams go on elsewhere."""

@@ -168,6 +168,7 @@ def test_deployed_scaled_and_shut_down_and_nothing_is_left(head: Head) -> None:
     until(lambda: head.inventory() == before, GONE_S, lambda: (before, head.inventory()))
 
 
+@pytest.mark.long
 def test_what_runs_is_not_replaced_and_a_killed_actor_goes_on_watching(head: Head) -> None:
     head.deploy()
     head.deployed()
@@ -188,6 +189,7 @@ def test_what_runs_is_not_replaced_and_a_killed_actor_goes_on_watching(head: Hea
     until(lambda: not any("Controller" in command for command in marked_processes(head.mark).values()), GONE_S)
 
 
+@pytest.mark.long
 def test_a_configuration_that_can_not_work_is_said_and_leaves_nothing(head: Head) -> None:
     until(lambda: not any(command.startswith("ray::Deployment") for command in marked_processes(head.mark).values()), GONE_S)
     head.deploy(decode={"workerz": 2})
