@@ -8,6 +8,7 @@
 
 constexpr int64_t kVector = 16;  // values in a register
 constexpr int kTile = 12;        // rows that are multiplied together: 12 of 32 registers hold their sums, 12 those of a group
+constexpr int kFourBitTile = kTile;  // the same while four bits are taken out of words
 
 using Vector = __m512;
 using Words = __m512i;

@@ -8,7 +8,7 @@
 // bfloat16 and float32: weights times inputs are added up one after the other.
 //
 // Rows go in parts that stay in a core's cache while all weights pass by, and each part in tiles that share a weight once it is
-// loaded. A part of up to kUnpacked rows reads the weights as they are stored. With more rows, those of 16 outputs become float32
+// loaded. A part of up to kAsStored rows reads the weights as they are stored. With more rows, those of 16 outputs become float32
 // once for all of them, panel after panel. All do the same operations on the same values in the same order, so a row's bits do
 // not tell which it was.
 
@@ -22,7 +22,7 @@
 
 namespace {
 
-constexpr i64 kUnpacked = 2 * kTile, kColumns = 64;
+constexpr i64 kAsStored = 2 * kTile, kColumns = 64;
 constexpr int kParts = kOutputs / kVector;  // registers for 16 outputs
 constexpr int kFew = kTile / (3 * kParts);  // rows for which 64 outputs' sums fit into registers
 constexpr i64 kPanelGroups = 12;            // of a panel: 24 KiB, which stay in the nearest cache
@@ -144,7 +144,7 @@ void multiply_dense(const float* x, i64 groups, Weights weights, float* y) {
 // done: all at once as they are stored, or panel after panel.
 template <typename Weights, typename Multiply>
 void for_weights(i64 rows, i64 groups, Weights weights, const Multiply& multiply) {
-  if (rows <= kUnpacked) return multiply(weights, 0, groups);
+  if (rows <= kAsStored) return multiply(weights, 0, groups);
   static thread_local std::vector<float> panel(kPanelGroups * kGroup * kOutputs);
   const i64 panels = (groups + kPanelGroups - 1) / kPanelGroups;
   for (i64 i = 0, first = 0, count; i < panels; ++i, first += count) {
@@ -210,15 +210,15 @@ i64 number_of_parts(i64 rows, i64 inputs) {
   return (rows + most - 1) / most;
 }
 
-// Call `multiply` with a part of the rows, their results, and the first of each `step` outputs.
+// Call `multiply` with a part of the rows, in tiles of up to `tile`, their results, and the first of each `step` outputs.
 template <typename In, typename Out, typename Multiply>
-void multiply_all(const In* x, Out* y, i64 rows, i64 inputs, i64 outputs, i64 step, i64 threads, const Multiply& multiply) {
+void multiply_all(const In* x, Out* y, i64 rows, i64 inputs, i64 outputs, i64 step, i64 tile, i64 threads, const Multiply& multiply) {
   static thread_local Inputs own;
   Inputs& part = own;
   const i64 parts = number_of_parts(rows, inputs);
   for (i64 i = 0; i < parts; ++i) {
     const i64 first = i * rows / parts;
-    part.read(x + first * inputs, (i + 1) * rows / parts - first, inputs, threads);
+    part.read(x + first * inputs, (i + 1) * rows / parts - first, inputs, tile, threads);
 #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (i64 column = 0; column < outputs; column += step) multiply(part, y + first * outputs + column, column);
   }
@@ -228,7 +228,8 @@ template <typename In, typename Out>
 void quantized(const In* x, const uint8_t* records, Out* y, i64 rows, i64 inputs, i64 outputs, i64 bits, i64 threads) {
   const i64 bytes = inputs / kGroup * (bits == 8 ? kRecordBytes<8> : kRecordBytes<4>);
   const auto multiply = bits == 8 ? quantized_block<8, Out> : quantized_block<4, Out>;
-  multiply_all(x, y, rows, inputs, outputs, kOutputs, threads,
+  const i64 tile = bits == 4 && rows <= kAsStored ? kFourBitTile : kTile;
+  multiply_all(x, y, rows, inputs, outputs, kOutputs, tile, threads,
                [&](const Inputs& part, Out* to, i64 column) { multiply(part, records + column / kOutputs * bytes, to, outputs); });
 }
 
@@ -236,9 +237,9 @@ template <typename In, typename Out>
 void dense(const In* x, const In* packed, Out* y, i64 rows, i64 inputs, i64 outputs, i64 threads) {
   if (rows <= kFew) {
     const auto few = [&](const Inputs& part, Out* to, i64 column) { dense_few(part, packed, column, to, outputs); };
-    return multiply_all(x, y, rows, inputs, outputs, kColumns, threads, few);
+    return multiply_all(x, y, rows, inputs, outputs, kColumns, kTile, threads, few);
   }
-  multiply_all(x, y, rows, inputs, outputs, kOutputs, threads,
+  multiply_all(x, y, rows, inputs, outputs, kOutputs, kTile, threads,
                [&](const Inputs& part, Out* to, i64 column) { dense_block(part, stored_weights(packed, column, inputs), to, outputs); });
 }
 

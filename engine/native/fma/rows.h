@@ -38,15 +38,16 @@ struct Results {
   }
 };
 
-// Some rows in float32, in tiles of up to kTile: the inputs of a tile's rows as [inputs][rows of the tile], and the sums of
+// Some rows in float32, in tiles: the inputs of a tile's rows as [inputs][rows of the tile], and the sums of
 // their groups as [groups][rows of the tile].
 class Inputs {
  public:
+  // `tile`: rows of a tile at most, up to kTile.
   template <typename In>
-  void read(const In* x, i64 rows, i64 inputs, i64 threads) {
+  void read(const In* x, i64 rows, i64 inputs, i64 tile, i64 threads) {
     rows_ = rows;
     inputs_ = inputs;
-    tiles_ = (rows + kTile - 1) / kTile;
+    tiles_ = (rows + tile - 1) / tile;
     values_.resize(tiles_ * value_stride());
     sums_.resize(tiles_ * sum_stride());
 #pragma omp parallel for num_threads(threads) if (threads > 1 && tiles_ > 1)
