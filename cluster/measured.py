@@ -25,6 +25,7 @@ from configs.machine import usable_cores
 from configs.profiles import MachineProfile, ProfileKey, can_be_kept, read_or_measure, read_profile
 from configs.schema import ClusterConfig
 from engine.profiling.key import profile_key
+from protocol.errors import ConfigError
 from protocol.messages import Role
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def measure(
     except (OSError, subprocess.SubprocessError) as error:
         said = (error.stderr or "").strip().splitlines() if isinstance(error, subprocess.CalledProcessError) else []
         log.warning("measuring failed, and what Tandem ships holds: %s", said[-1] if said else error)
-        with suppress(OSError):  # a full disk is one of the reasons to fail
+        with suppress(OSError, ConfigError):  # a full disk is one of the reasons to fail, a cache without locks another
             read_or_measure(key, lambda: MachineProfile(key=key, model=facts.name, measured_at="never: it failed"))
         return False
     return True

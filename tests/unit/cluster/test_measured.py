@@ -138,6 +138,13 @@ def test_a_full_disk_costs_a_line_too(monkeypatch: pytest.MonkeyPatch, caplog: p
     assert "measuring failed" in caplog.text
 
 
+def test_a_cache_without_locks_costs_a_line_too(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
+    config = load_config(None, {"model": "no-such-model", "disaggregation": "never"})
+    assert measured_profiles(config, FACTS) == {}
+    assert "measuring failed" in caplog.text
+
+
 def test_workers_share_the_cores_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cluster.measured.usable_cores", lambda: 8)
     assert threads_here(load_config(None, {}), Role.DECODE) == 4
