@@ -2,7 +2,7 @@
 
     models/<distribution>-<version>/   files fetched by name (`configs.packaged`)
     sha256/<id of a path>.json         checksum of a model file, valid while its size and times stay the same
-    native/<compiler>-<set>-<id>.so    the native operators, compiled here (`engine.native.build`)
+    native/<compiler>-<set>-<id>.so    the native operators, compiled here (`engine.native.build`); `.failed` where none can be
     weights/<digest>/packed.gguf       packed weights that workers map (`engine.models.weight_file`)
     profiles/<id of a key>.json        what was measured on this kind of processor (`configs.profiles`)
 

@@ -24,7 +24,7 @@ import torch
 
 from configs.cache import exclusive
 from configs.machine import processor_maker
-from engine.native.files import FORCED, is_at_hand, is_whole, library_path
+from engine.native.files import FORCED, is_at_hand, is_whole, library_path, note_loading
 from engine.native.instruction_sets import INSTRUCTION_SETS, InstructionSet, find_compiler, what_failed
 from protocol.errors import ConfigError
 
@@ -86,7 +86,11 @@ def load_library(dtype: torch.dtype) -> Built | None:
 
     One that can't be used has a line in the log. An old compiler may know only some of a processor's instructions.
     """
-    return next((built for each in instruction_sets(dtype) if (built := _load(each)) is not None), None)
+    candidates = instruction_sets(dtype)
+    found = next((built for each in candidates if (built := _load(each)) is not None), None)
+    if candidates:
+        note_loading(succeeded=found is not None)
+    return found
 
 
 def load_alike(dtype: torch.dtype, *, compile_missing: bool = False) -> list[Built]:
