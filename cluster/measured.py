@@ -48,11 +48,15 @@ def known_profiles(config: ClusterConfig, facts: ModelFacts) -> Profiles:
 
 def measured_profiles(config: ClusterConfig, facts: ModelFacts, *, anew: bool = False) -> Profiles:
     """Return the same after measuring what is missing, or everything `anew`. A role whose measuring fails is left out."""
-    by_key = {key_here(config, facts, role).model_dump_json(): role for role in measured_roles(config)}
-    measured = {
-        key for key, role in by_key.items() if measure(config, facts, role, threads_here(config, role), _MEASURE_S, anew=anew)
-    }
-    return {role: each for role, each in known_profiles(config, facts).items() if each.key.model_dump_json() in measured}
+    by_key: dict[str, list[Role]] = {}
+    for role in measured_roles(config):
+        by_key.setdefault(key_here(config, facts, role).model_dump_json(), []).append(role)
+    measured: set[Role] = set()
+    for roles in by_key.values():
+        if measure(config, facts, roles[0], threads_here(config, roles[0]), _MEASURE_S, anew=anew):
+            measured.update(roles)
+    # Under the keys that hold now: measuring has found out whether native operators can be had.
+    return {role: profile for role, profile in known_profiles(config, facts).items() if role in measured}
 
 
 def measure(
