@@ -25,6 +25,7 @@ from configs.machine import usable_cores
 from configs.profiles import MachineProfile, ProfileKey, can_be_kept, read_or_measure, read_profile
 from configs.schema import ClusterConfig
 from engine.profiling.key import profile_key
+from protocol.errors import ConfigError
 from protocol.messages import Role
 
 if TYPE_CHECKING:
@@ -47,11 +48,15 @@ def known_profiles(config: ClusterConfig, facts: ModelFacts) -> Profiles:
 
 def measured_profiles(config: ClusterConfig, facts: ModelFacts, *, anew: bool = False) -> Profiles:
     """Return the same after measuring what is missing, or everything `anew`. A role whose measuring fails is left out."""
-    by_key = {key_here(config, facts, role).model_dump_json(): role for role in measured_roles(config)}
-    measured = {
-        key for key, role in by_key.items() if measure(config, facts, role, threads_here(config, role), _MEASURE_S, anew=anew)
-    }
-    return {role: each for role, each in known_profiles(config, facts).items() if each.key.model_dump_json() in measured}
+    by_key: dict[str, list[Role]] = {}
+    for role in measured_roles(config):
+        by_key.setdefault(key_here(config, facts, role).model_dump_json(), []).append(role)
+    measured: set[Role] = set()
+    for roles in by_key.values():
+        if measure(config, facts, roles[0], threads_here(config, roles[0]), _MEASURE_S, anew=anew):
+            measured.update(roles)
+    # Under the keys that hold now: measuring has found out whether native operators can be had.
+    return {role: profile for role, profile in known_profiles(config, facts).items() if role in measured}
 
 
 def measure(
@@ -89,7 +94,7 @@ def measure(
     except (OSError, subprocess.SubprocessError) as error:
         said = (error.stderr or "").strip().splitlines() if isinstance(error, subprocess.CalledProcessError) else []
         log.warning("measuring failed, and what Tandem ships holds: %s", said[-1] if said else error)
-        with suppress(OSError):  # a full disk is one of the reasons to fail
+        with suppress(OSError, ConfigError):  # a full disk is one of the reasons to fail, a cache without locks another
             read_or_measure(key, lambda: MachineProfile(key=key, model=facts.name, measured_at="never: it failed"))
         return False
     return True

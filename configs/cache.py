@@ -2,7 +2,7 @@
 
     models/<distribution>-<version>/   files fetched by name (`configs.packaged`)
     sha256/<id of a path>.json         checksum of a model file, valid while its size and times stay the same
-    native/<compiler>-<set>-<id>.so    the native operators, compiled here (`engine.native.build`)
+    native/<compiler>-<set>-<id>.so    the native operators, compiled here (`engine.native.build`); `.failed` where none can be
     weights/<digest>/packed.gguf       packed weights that workers map (`engine.models.weight_file`)
     profiles/<id of a key>.json        what was measured on this kind of processor (`configs.profiles`)
 
@@ -17,7 +17,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -53,15 +53,18 @@ def exclusive(folder: Path) -> Iterator[None]:
     """Make the folder and hold it against other processes.
 
     The wait has no deadline of its own: whoever holds the lock works under one, and the kernel frees the lock of a
-    process that died. Raises ConfigError if the folder can't be written.
+    process that died. Raises ConfigError if the folder can't be written, or if its file system has no locks.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("w")
-    except OSError as error:
-        raise model_error(f"{folder}: can't be written: {error.strerror}; set TANDEM_CACHE to a folder that can") from None
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with ExitStack() as held:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = held.enter_context((folder / ".lock").open("w"))
+        except OSError as error:
+            raise _unusable(folder, "written", error) from None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:  # Lustre and NFS may be mounted without locks
+            raise _unusable(folder, "locked", error) from None
         yield
 
 
@@ -98,6 +101,10 @@ def file_sha256(path: Path) -> str:
     except OSError as error:
         raise model_error(f"{path}: can't be read: {error.strerror}") from None
     return digest
+
+
+def _unusable(folder: Path, done: str, error: OSError) -> ConfigError:
+    return model_error(f"{folder}: can't be {done}: {error.strerror}; set TANDEM_CACHE to a folder that can")
 
 
 def _remembered(entry: Path, identity: list[Any]) -> str | None:

@@ -13,21 +13,17 @@ from itertools import takewhile
 from pathlib import Path
 
 _ROOT = Path("/")
-_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 _CPU_INFO = Path("/proc/cpuinfo")
 
 
-def memory_bytes() -> int:
-    """Return the bytes of physical memory, or of the control group's limit where that is lower."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for limit in _CGROUP_LIMITS:
-        try:
-            text = limit.read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            memory = min(memory, int(text))
-    return memory
+def memory_bytes(root: Path = _ROOT) -> int:
+    """Return the bytes of physical memory, or of the tightest limit of this process's control groups where that is lower.
+
+    The groups are those of `cpu_quota`.
+    """
+    limits = (_text(group / name) for group in _own_groups(root, "memory") for name in ("memory.max", "memory.limit_in_bytes"))
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([physical, *(int(limit) for limit in limits if limit and limit.isdigit())])
 
 
 def usable_cores() -> int:
@@ -58,7 +54,7 @@ def cpu_quota(root: Path = _ROOT) -> float | None:
     Both versions of control groups are read. In a container the path that Linux gives for a process may lie outside of what is
     visible; then the groups above it are found.
     """
-    limits = [limit for group in _own_groups(root) if (limit := _limit_of(group)) is not None]
+    limits = [limit for group in _own_groups(root, "cpu") if (limit := _limit_of(group)) is not None]
     return min(limits, default=None)
 
 
@@ -114,13 +110,13 @@ def _of_processor(*names: str) -> str:
     return ""
 
 
-def _own_groups(root: Path) -> Iterator[Path]:
-    """The folders of this process's control groups that may limit its processors, from its own to the outermost."""
-    for line in (_text(root / "proc/self/cgroup") or "").splitlines():
+def _own_groups(root: Path, controller: str) -> Iterator[Path]:
+    """The folders of this process's control groups that may limit `cpu` or `memory`, from its own to the outermost."""
+    for line in (_text(root / "proc/self/cgroup") or "0::/").splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        mount = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
+        mount = root / "sys/fs/cgroup" / (controller if controllers else "")
         group = mount / path.lstrip("/")
         yield group
         yield from (parent for parent in group.parents if parent == mount or mount in parent.parents)

@@ -55,7 +55,10 @@ class ProfileKey(_Record):
     ranks: int = Field(ge=1)
     """Number of tensor-parallel ranks that the times were measured with."""
     libraries: tuple[str, ...]
-    """File names of the native operators that may be used, the best by rule first. The digests of their sources are in them."""
+    """File names of the native operators that may be used, the best by rule first; none where none can be had.
+
+    The digests of their sources are in the names.
+    """
 
 
 class RowsChoice(_Record):

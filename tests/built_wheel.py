@@ -9,6 +9,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+from engine.native.instruction_sets import find_compiler
+
 ROOT = Path(__file__).parents[1]
 PACKAGES: tuple[str, ...] = tuple(
     tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"],
@@ -32,6 +34,7 @@ def product_files() -> set[str]:
 def build_wheel(folder: Path) -> Path:
     """The wheel, built in `folder` from a copy of the sources: what earlier builds left in the checkout stays out of it.
 
+    It is built as for a release, with every set of native operators, unless there is no compiler.
     Needs no index: torch depends on setuptools, which is the whole of the build's own needs.
     """
     sources = folder / "sources"
@@ -39,7 +42,9 @@ def build_wheel(folder: Path) -> Path:
         target = sources / name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / name, target)
-    _pip("wheel", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", str(folder), str(sources))
+    strict = "" if find_compiler() is None else "1"
+    arguments = ("--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", str(folder), str(sources))
+    _pip("wheel", *arguments, TANDEM_ALL_OPERATORS=strict)
     (wheel,) = folder.glob("*.whl")
     return wheel
 
@@ -67,7 +72,7 @@ def run(folder: Path, cwd: Path, *command: str, **variables: str) -> str:
     return done.stdout
 
 
-def _pip(*arguments: str) -> None:
+def _pip(*arguments: str, **variables: str) -> None:
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S, check=False)
+    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=_DEADLINE_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

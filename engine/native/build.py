@@ -24,8 +24,8 @@ import torch
 
 from configs.cache import exclusive
 from configs.machine import processor_maker
-from engine.native.files import FORCED, is_at_hand, is_whole, library_path
-from engine.native.instruction_sets import INSTRUCTION_SETS, InstructionSet, find_compiler
+from engine.native.files import FORCED, is_at_hand, is_whole, library_path, note_loading
+from engine.native.instruction_sets import INSTRUCTION_SETS, InstructionSet, find_compiler, what_failed
 from protocol.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -86,7 +86,11 @@ def load_library(dtype: torch.dtype) -> Built | None:
 
     One that can't be used has a line in the log. An old compiler may know only some of a processor's instructions.
     """
-    return next((built for each in instruction_sets(dtype) if (built := _load(each)) is not None), None)
+    candidates = instruction_sets(dtype)
+    found = next((built for each in candidates if (built := _load(each)) is not None), None)
+    if candidates:
+        note_loading(succeeded=found is not None)
+    return found
 
 
 def load_alike(dtype: torch.dtype, *, compile_missing: bool = False) -> list[Built]:
@@ -119,7 +123,7 @@ def _load(instruction_set: InstructionSet) -> Built | None:
         return None if path is None else Built(instruction_set, ctypes.CDLL(str(path)))
     except (OSError, subprocess.SubprocessError, ConfigError) as error:
         log.warning(
-            "the native operators for %s can't be used, the engine will be slower: %s", instruction_set.name, _first_line(error)
+            "the native operators for %s can't be used, the engine will be slower: %s", instruction_set.name, what_failed(error)
         )
         return None
 
@@ -146,8 +150,3 @@ def _compiled(instruction_set: InstructionSet) -> Path | None:
                     os.fsync(file.fileno())  # or a loss of power could leave the name without the contents
                 built.replace(path)
     return path
-
-
-def _first_line(error: Exception) -> str:
-    said = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
-    return (said or str(error)).strip().partition("\n")[0]

@@ -10,6 +10,7 @@ import hashlib
 import os
 import struct
 import subprocess
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -42,12 +43,28 @@ def library_path(instruction_set: InstructionSet) -> Path | None:
 def can_be_had() -> bool:
     """Return whether there are native operators in a wheel, or a compiler that can make them.
 
-    Whether the processor has their instructions, and whether compiling them succeeds, is not asked.
+    Not where none could be loaded the last time that a process tried with this compiler: it may make nothing, or libraries of
+    the cache folder may not be run. Whether the processor has their instructions is not asked.
     """
     try:
-        return library_path(INSTRUCTION_SETS[-1]) is not None
+        path = library_path(INSTRUCTION_SETS[-1])
+        return path is not None and not _has_failed(path)
     except (OSError, subprocess.SubprocessError, ConfigError):
         return False
+
+
+def note_loading(*, succeeded: bool) -> None:
+    """Keep in the cache folder, if it can be written, whether any operators could be loaded: for `can_be_had`."""
+    with suppress(OSError, subprocess.SubprocessError, ConfigError):
+        path = library_path(INSTRUCTION_SETS[-1])
+        if path is None:
+            return
+        failure = _failure(path)
+        if succeeded:
+            failure.unlink(missing_ok=True)
+        else:
+            failure.parent.mkdir(parents=True, exist_ok=True)
+            failure.touch()
 
 
 def is_at_hand(instruction_set: InstructionSet) -> bool:
@@ -73,6 +90,18 @@ def is_whole(library: Path) -> bool:
         return False
     magic, table_at, entry_bytes, entries = _ELF64.unpack(header)
     return bool(magic == b"\x7fELF" and table_at + entry_bytes * entries <= size)
+
+
+def _failure(library: Path) -> Path:
+    """The file that is there where operators could not be loaded."""
+    return cache_dir() / "native" / f"{library.name}.failed"
+
+
+def _has_failed(library: Path) -> bool:
+    try:
+        return os.path.exists(_failure(library))  # Path's own raises for a folder that may not be entered
+    except ConfigError:
+        return False  # a wheel's operators need no cache folder
 
 
 @cache

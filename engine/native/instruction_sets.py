@@ -60,6 +60,8 @@ class InstructionSet:
         includes = (f"-I{folder}" for folder in self._folders)
         command = [*command_words(compiler), *_OPTIONS, *self.options, *includes, "-o", str(target), *sorted(sources.values())]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_S)
+        if not target.exists():
+            raise FileNotFoundError(f"{compiler} made nothing")
 
     @property
     def _folders(self) -> list[Path]:
@@ -116,3 +118,9 @@ def find_compiler() -> str | None:
 def command_words(compiler: str) -> list[str]:
     """Return the words of a compiler's command: one for a program that is there, several for `ccache g++` or `g++ -m64`."""
     return [compiler] if shutil.which(compiler) else compiler.split()
+
+
+def what_failed(error: Exception) -> str:
+    """Return the first line of what a compiler says, or of another error."""
+    said = error.stderr if isinstance(error, subprocess.CalledProcessError) else None
+    return (said or str(error)).strip().partition("\n")[0]

@@ -7,7 +7,7 @@ import os
 from configs.facts import KvCacheDtype, ModelFacts
 from configs.machine import cpu_quota, processor_features, processor_maker, processor_name
 from configs.profiles import ProfileKey
-from engine.native.files import FORCED
+from engine.native.files import FORCED, can_be_had
 from engine.native.instruction_sets import INSTRUCTION_SETS
 
 _FAMILIES = ("avx", "fma", "f16c", "amx")
@@ -19,7 +19,8 @@ def profile_key(
 ) -> ProfileKey:
     """Return the key on this machine. Types and `quantization` are as configured; `threads` are those of one rank.
 
-    Which libraries have been compiled does not matter: what was measured holds until somebody measures anew.
+    Which libraries have been compiled does not matter: what was measured holds until somebody measures anew. Where there can be
+    none, the key names none, so that a compiler that comes later has everything measured.
     """
     forced = os.environ.get(FORCED) or None
     return ProfileKey(
@@ -33,5 +34,5 @@ def profile_key(
         quantization=quantization,
         kv_cache_dtype=kv_cache_dtype,
         ranks=ranks,
-        libraries=tuple(each.file_name for each in INSTRUCTION_SETS if forced in (None, each.name)),
+        libraries=tuple(each.file_name for each in INSTRUCTION_SETS if forced in (None, each.name)) if can_be_had() else (),
     )

@@ -138,6 +138,29 @@ def test_a_full_disk_costs_a_line_too(monkeypatch: pytest.MonkeyPatch, caplog: p
     assert "measuring failed" in caplog.text
 
 
+def test_a_cache_without_locks_costs_a_line_too(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
+    config = load_config(None, {"model": "no-such-model", "disaggregation": "never"})
+    assert measured_profiles(config, FACTS) == {}
+    assert "measuring failed" in caplog.text
+
+
+def test_what_was_measured_counts_though_operators_can_be_had_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measuring may be what compiles them, or finds that a compiler makes none: that is another key."""
+    config = load_config(None, {})
+    to_be_had: list[bool] = []
+    monkeypatch.setattr("engine.profiling.key.can_be_had", lambda: bool(to_be_had))
+
+    def measuring(*_: object, **__: object) -> bool:
+        to_be_had.append(True)
+        for role in Role:
+            keep(config, FACTS, role, sizes(512, 16))
+        return True
+
+    monkeypatch.setattr("cluster.measured.measure", measuring)
+    assert set(measured_profiles(config, FACTS)) == set(Role)
+
+
 def test_workers_share_the_cores_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cluster.measured.usable_cores", lambda: 8)
     assert threads_here(load_config(None, {}), Role.DECODE) == 4

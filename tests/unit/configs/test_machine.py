@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.machine import cpu_quota, num_cores, num_gpus, usable_cores
+from configs.machine import cpu_quota, memory_bytes, num_cores, num_gpus, usable_cores
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -61,6 +61,46 @@ def test_a_processor_without_topology_is_a_core(tmp_path: Path) -> None:
 )
 def test_the_tightest_quota_counts(tmp_path: Path, files: dict[str, str], quota: float | None) -> None:
     assert cpu_quota(write(tmp_path, files)) == quota
+
+
+@pytest.mark.parametrize(
+    ("files", "limit"),
+    [
+        ({}, None),
+        ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/memory.max": "max"}, None),
+        ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/memory.max": "8192"}, 8192),
+        ({"sys/fs/cgroup/memory.max": "8192"}, 8192),
+        (
+            {
+                "proc/self/cgroup": "0::/system.slice/tandem.service",
+                "sys/fs/cgroup/system.slice/tandem.service/memory.max": "8192",
+                "sys/fs/cgroup/system.slice/memory.max": "max",
+            },
+            8192,
+        ),
+        (
+            {
+                "proc/self/cgroup": "0::/job_1/step_0",
+                "sys/fs/cgroup/job_1/step_0/memory.max": "8192",
+                "sys/fs/cgroup/job_1/memory.max": "4096",
+            },
+            4096,
+        ),
+        ({"proc/self/cgroup": "0::/../outside", "sys/fs/cgroup/memory.max": "8192"}, 8192),
+        (
+            {
+                "proc/self/cgroup": "2:cpu,cpuacct:/\n1:memory:/slurm/job_1",
+                "sys/fs/cgroup/memory/slurm/job_1/memory.limit_in_bytes": "8192",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
+            },
+            8192,
+        ),
+        ({"proc/self/cgroup": "1:memory:/docker/not/seen", "sys/fs/cgroup/memory/memory.limit_in_bytes": "8192"}, 8192),
+    ],
+)
+def test_the_tightest_limit_of_memory_counts(tmp_path: Path, files: dict[str, str], limit: int | None) -> None:
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert memory_bytes(write(tmp_path, files)) == (limit or physical)
 
 
 def test_this_machine_has_a_core() -> None:

@@ -60,6 +60,12 @@ def test_what_it_says_to_type_has_this_version(name: str) -> None:
     assert tags == [__version__ if name == "Dockerfile" else f"{__version__}-cuda"]
 
 
+@pytest.mark.parametrize("name", FILES)
+def test_no_set_of_native_operators_may_be_left_out(name: str) -> None:
+    (install,) = [rest for _, rest in instructions(name) if rest.endswith(" ./tandem")]
+    assert install.startswith("TANDEM_ALL_OPERATORS=1 ")
+
+
 def test_the_cuda_image_is_built_like_the_other_one() -> None:
     """Nobody has tried it, so it may differ in nothing but what GPUs need."""
     cpu, cuda = ([" ".join(each).split() for each in instructions(name)] for name in FILES)

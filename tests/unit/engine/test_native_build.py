@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from pathlib import Path
-from unittest.mock import ANY
+from unittest.mock import ANY, Mock
 
 import pytest
 import torch
 
 from engine.native import build, files
-from engine.native.instruction_sets import COMPILED
+from engine.native.instruction_sets import COMPILED, INSTRUCTION_SETS
 
 BUILT = build.load_library(torch.bfloat16)
 NATIVE = pytest.mark.skipif(BUILT is None, reason="needs AVX2, and a C++ compiler or a wheel")
@@ -90,6 +91,38 @@ def test_a_damaged_library_is_made_anew(
     assert files.library_path(chosen) == path
     carried.write_bytes(whole)
     assert files.library_path(chosen) == carried
+
+
+@NATIVE
+@pytest.mark.usefixtures("copying_compiler")
+def test_operators_that_can_not_be_loaded_can_not_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until a process has loaded them."""
+    assert files.can_be_had()
+    with monkeypatch.context() as noexec:
+        noexec.setattr("ctypes.CDLL", Mock(side_effect=OSError("failed to map segment from shared object")))
+        assert build.load_library.__wrapped__(torch.bfloat16) is None
+    assert not files.can_be_had()
+    assert build.load_library.__wrapped__(torch.bfloat16) is not None
+    assert files.can_be_had()
+
+
+@NATIVE
+def test_operators_of_a_wheel_can_be_had_without_a_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert BUILT is not None
+    monkeypatch.setattr(files, "HERE", tmp_path)
+    (tmp_path / COMPILED).mkdir()
+    shutil.copyfile(BUILT.functions._name, tmp_path / COMPILED / INSTRUCTION_SETS[-1].file_name)
+    monkeypatch.setenv("TANDEM_CACHE", "~nobody-has-this-name/cache")
+    files.note_loading(succeeded=False)
+    assert files.can_be_had()
+
+
+@NATIVE
+def test_a_compiler_that_makes_nothing_has_no_operators(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CXX", "/bin/true")
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path))
+    assert build.load_library.__wrapped__(torch.bfloat16) is None
+    assert not files.can_be_had()
 
 
 @pytest.mark.slow

@@ -313,6 +313,20 @@ def test_another_set_by_name_has_another_key(monkeypatch: pytest.MonkeyPatch) ->
     assert len(plain.libraries) >= 1
 
 
+@pytest.mark.usefixtures("own_cache")
+def test_a_compiler_that_comes_later_has_everything_measured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as bare:
+        bare.setattr("engine.profiling.key.can_be_had", lambda: False)
+        bare.setattr(measuring, "load_alike", lambda dtype, compile_missing: [])
+        before, _ = profile_here(SMALL, dtype="float32", quantization="auto")
+        assert before.key.libraries == ()
+    monkeypatch.setattr("engine.profiling.key.can_be_had", lambda: True)
+    monkeypatch.setattr(measuring, "measure", lambda facts, key, dtype, alike: before.model_copy(update={"key": key}))
+    after, measured_here = profile_here(SMALL, dtype="float32", quantization="auto")
+    assert measured_here
+    assert len(after.key.libraries) >= 1
+
+
 def test_a_key_needs_no_torch() -> None:
     code = "import sys, cluster.measured; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import multiprocessing
 import os
@@ -10,13 +11,16 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from benchmarks.lib.processes import pss_bytes
+from configs.cache import exclusive
 from engine.models.weight_file import mapped_tensors
+from protocol.errors import ConfigError
 
 IDENTITY = ("hash", "torch.bfloat16", "auto", 0, 1)
 LARGE_BYTES = 64 << 20
@@ -148,6 +152,17 @@ def test_without_room_each_process_holds_its_own(
 def test_a_cache_that_cannot_be_made(cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     (cache / "file").write_text("")
     monkeypatch.setenv("TANDEM_CACHE", str(cache / "file" / "below"))
+    made: list[int] = []
+    with caplog.at_level(logging.WARNING):
+        assert load(made) == EXPECTED
+    assert "the weights of tiny are not shared" in caplog.text
+
+
+def test_a_cache_without_locks(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, cache: Path) -> None:
+    """Lustre and NFS may be mounted without them."""
+    monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
+    with pytest.raises(ConfigError, match="No locks available; set TANDEM_CACHE"), exclusive(cache):
+        pass
     made: list[int] = []
     with caplog.at_level(logging.WARNING):
         assert load(made) == EXPECTED
