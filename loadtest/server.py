@@ -175,7 +175,8 @@ class AnswerWatch:
         text = said.get("content") or said.get("text")
         if text:
             self._texts.append(str(text))
-        if text or said.get("reasoning_content") or choice.get("token_ids"):
+        # vLLM calls it `reasoning` now, and others `reasoning_content` as vLLM did.
+        if text or said.get("reasoning") or said.get("reasoning_content") or choice.get("token_ids"):
             if record.ttft is None:
                 record.ttft = now - self._sent
             else:

@@ -1,4 +1,4 @@
-"""Answers that are unlike OpenAI's: what makes no sense fails one request alone."""
+"""Answers that are unlike OpenAI's: reasoning by either name counts, and what makes no sense fails one request alone."""
 
 from __future__ import annotations
 
@@ -26,6 +26,14 @@ def watched(*events: str) -> RequestRecord:
 
 def answered(usage: str) -> RequestRecord:
     return watched('{"choices":[{"text":"hi","finish_reason":"stop"}]}', f'{{"choices":[],"usage":{usage}}}')
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_reasoning_is_an_answer_by_either_name(name: str) -> None:
+    thoughts = [f'{{"choices":[{{"delta":{{"{name}":"hm"}}}}]}}'] * 3
+    record = watched(*thoughts, '{"choices":[{"delta":{},"finish_reason":"length"}]}')
+    assert record.error is None
+    assert (record.ttft, record.itl, record.completion_tokens) == (1.0, [1.0, 1.0], 3)
 
 
 @pytest.mark.parametrize(
