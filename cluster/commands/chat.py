@@ -108,15 +108,25 @@ class Timing:
 
 
 def answer_pieces(events: Iterator[dict[str, Any]], timing: Timing) -> Iterator[str]:
-    """Yield the text of a streamed chat completion as it comes, and note the times and the token count in `timing`."""
+    """Yield the text of a streamed chat completion as it comes, and note the times and the token count in `timing`.
+
+    Raises UnavailableError for an event that is unlike OpenAI's.
+    """
     for event in events:
-        if event.get("usage"):
-            timing.tokens = event["usage"]["completion_tokens"]
-        for choice in event["choices"]:
-            text = choice["delta"].get("content")
-            if text:
-                timing.first = timing.first or time.monotonic()
-                yield text
+        text, tokens = _text_and_tokens(event)
+        timing.tokens = tokens or timing.tokens
+        if text:
+            timing.first = timing.first or time.monotonic()
+            yield text
+
+
+def _text_and_tokens(event: dict[str, Any]) -> tuple[str, int]:
+    """What an event says of the answer, and how many tokens that has by its usage. Either may be missing."""
+    try:
+        texts = [choice["delta"].get("content") or "" for choice in event.get("choices") or ()]
+        return "".join(texts), int((event.get("usage") or {}).get("completion_tokens", 0))
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError):
+        raise UnavailableError(f"the answer is not as in OpenAI's API: {event!s:.100}") from None
 
 
 def converse(client: ApiClient, conversation: Conversation, console: Console) -> None:
