@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from cluster.commands.lib.exits import printable
 from cluster.commands.lib.http_client import ApiClient
 from cluster.commands.lib.options import DEFAULT_URL, ApiKey, Url
 from protocol.errors import TandemError, UnavailableError
@@ -131,7 +132,7 @@ def _text_and_tokens(event: dict[str, Any]) -> tuple[str, int]:
 
 def converse(client: ApiClient, conversation: Conversation, console: Console) -> None:
     """Read a line, ask the model, print its answer, until /exit or the end of input."""
-    console.print(f"[bold]{escape(conversation.model)}[/bold]. {HELP}", highlight=False)
+    console.print(f"[bold]{escape(printable(conversation.model))}[/bold]. {HELP}", highlight=False)
     while True:
         try:
             text = input("> ").strip()  # readline has to know the prompt, and takes no markup
@@ -181,11 +182,11 @@ def _turn(client: ApiClient, conversation: Conversation, text: str, console: Con
                 if interrupted.is_set():
                     raise KeyboardInterrupt
                 said.append(piece)
-                console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
+                console.print(printable(piece), end="", markup=False, highlight=False, soft_wrap=True)
     except KeyboardInterrupt:
         console.print(" [dim](stopped)[/dim]", end="")
     except TandemError as error:
-        console.print(f"[red]{escape(error.message)}[/red]", highlight=False)
+        console.print(f"[red]{escape(printable(error.message))}[/red]", highlight=False)
     console.print(f"\n[dim]{timing.summary(time.monotonic())}[/dim]", highlight=False)
     if said:
         conversation.keep(text, "".join(said))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -99,3 +100,21 @@ def test_a_chat_goes_on_after_odd_events(url: str, monkeypatch: pytest.MonkeyPat
     console = Console(record=True, width=200, file=io.StringIO())
     converse(ApiClient(url, None), Conversation("m"), console)
     assert said in console.export_text()
+
+
+def test_nobody_commands_the_terminal(url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    evil = "a\x1b]0;title\x07b\x9b31m\r\n\tc\x7f"
+    answers = [{"choices": [{"delta": {"content": evil}}]}, {"error": {"message": evil}}]
+    _Other.answer = 200, "".join(f"data: {json.dumps(each)}\n\n" for each in answers)
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hi\n/exit\n"))
+    file = io.StringIO()
+    converse(ApiClient(url, None), Conversation(evil), Console(file=file, width=200))
+    assert file.getvalue().count("a]0;titleb31m\n\tc") + file.getvalue().count("a]0;titleb31m\n        c") == 3
+    assert [char for char in file.getvalue() if not char.isprintable() and char not in "\n\t"] == []
+    _Other.answer = 502, evil
+    monkeypatch.setattr("sys.argv", ["tandem", "status", "--url", url])
+    with pytest.raises(SystemExit):
+        cli.main()
+    said = capsys.readouterr().err
+    assert said.endswith("answered 502: a]0;titleb31m c\n")
+    assert "\x1b" not in said
