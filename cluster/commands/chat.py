@@ -29,8 +29,8 @@ def chat(
     api_key: ApiKey = None,
     model: Annotated[str | None, typer.Option(help="The cluster's own if not given.")] = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Longest answer.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 always takes the likeliest token.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0.0, max=2.0, help="0 always takes the likeliest token.")] = None,
 ) -> None:
     """Talk to the model in the terminal."""
     _prepare_terminal()
