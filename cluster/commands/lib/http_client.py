@@ -31,16 +31,13 @@ class ApiClient:
             raise InvalidRequestError("the key has to be one line of ASCII: no header carries anything else", param="key")
         self._url = url.rstrip("/")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        timeout = httpx.Timeout(_ANSWER_S, connect=_CONNECT_S)
         try:
             base_url = httpx.URL(self._url)
             base_url.raw_host.decode().encode("idna")  # as the resolver does
         except (httpx.InvalidURL, ValueError) as error:
             raise UnavailableError(f"{url} is no URL: {error}") from None
         # A proxy that the environment names would read the operator's key.
-        self._client = httpx.Client(
-            base_url=base_url, headers=headers, timeout=timeout, trust_env=False, verify=_authorities(base_url)
-        )
+        self._client = httpx.Client(base_url=base_url, headers=headers, trust_env=False, verify=_authorities(base_url))
 
     def get(self, path: str) -> Any:
         """Return the JSON that the cluster answers at `path`.
@@ -56,12 +53,12 @@ class ApiClient:
         """
         return self._call("GET", path, None).text
 
-    def post(self, path: str, body: Any) -> Any:
-        """Post `body` and return the JSON that is answered.
+    def post(self, path: str, body: Any, answer_s: float | None = None) -> Any:
+        """Post `body` and return the JSON that is answered, which may take `answer_s` seconds.
 
         Raises TandemError for a refusal, UnavailableError without an answer.
         """
-        return self._json(path, self._call("POST", path, body))
+        return self._json(path, self._call("POST", path, body, answer_s))
 
     def stream(self, path: str, body: Any) -> Generator[dict[str, Any], None, None]:
         """Yield the events of a streamed answer, up to `[DONE]`. Closing the iterator ends the request.
@@ -82,9 +79,10 @@ class ApiClient:
         """Close the connections."""
         self._client.close()
 
-    def _call(self, method: str, path: str, body: Any) -> httpx.Response:
+    def _call(self, method: str, path: str, body: Any, answer_s: float | None = None) -> httpx.Response:
+        timeout = httpx.Timeout(_ANSWER_S if answer_s is None else answer_s, connect=_CONNECT_S)
         try:
-            answer = self._client.request(method, path, json=body)
+            answer = self._client.request(method, path, json=body, timeout=timeout)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise self._unreachable(error) from None
         if answer.status_code != httpx.codes.OK:

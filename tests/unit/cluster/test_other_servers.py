@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -14,13 +15,16 @@ from rich.console import Console
 
 from cluster.commands import cli
 from cluster.commands.chat import Conversation, converse
+from cluster.commands.lib import http_client
 from cluster.commands.lib.http_client import ApiClient
+from protocol.errors import UnavailableError
 
 
 class _Other(BaseHTTPRequestHandler):
     """Answers everything with `answer`."""
 
     answer: tuple[int, str]
+    pause_s = 0.0
 
     def do_GET(self) -> None:
         self._answer()
@@ -33,6 +37,7 @@ class _Other(BaseHTTPRequestHandler):
         return
 
     def _answer(self) -> None:
+        time.sleep(self.pause_s)
         status, text = self.answer
         self.send_response(status)
         self.end_headers()
@@ -118,3 +123,17 @@ def test_nobody_commands_the_terminal(url: str, monkeypatch: pytest.MonkeyPatch,
     said = capsys.readouterr().err
     assert said.endswith("answered 502: a]0;titleb31m c\n")
     assert "\x1b" not in said
+
+
+def test_a_cache_may_take_longer_to_erase(
+    url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(http_client, "_ANSWER_S", 0.1)
+    monkeypatch.setattr(_Other, "pause_s", 0.5)
+    _Other.answer = 200, '{"workers": []}'
+    monkeypatch.setattr("sys.argv", ["tandem", "cache", "reset", "--url", url])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert not ended.value.code, capsys.readouterr().err
+    with pytest.raises(UnavailableError, match="timed out"):
+        ApiClient(url, None).get("/admin/status")
