@@ -27,8 +27,8 @@ NAMES = ("random", "sharegpt", *TRACES, "text", "copy")
 
 _BLOCK_TOKENS = 512
 """Tokens in a block of Mooncake's traces."""
-_MOST_TOKENS = 100_000_000
-"""Longest prompt or answer of a trace: prompts are made in memory."""
+MOST_TOKENS = 100_000_000
+"""Longest prompt or answer: prompts are made in memory."""
 _AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
@@ -73,6 +73,10 @@ class Lengths:
             raise InvalidRequestError("prompts need a length of at least 1", param="random_input_len")
         if self.output_len < 1:
             raise InvalidRequestError("answers need a length of at least 1", param="random_output_len")
+        if max(self.input_len, self.prefix_len) > MOST_TOKENS:
+            raise InvalidRequestError(f"prompts have at most {MOST_TOKENS} tokens", param="random_input_len")
+        if self.output_len > MOST_TOKENS:
+            raise InvalidRequestError(f"answers have at most {MOST_TOKENS} tokens", param="random_output_len")
         if not 0 <= self.range_ratio < 1:
             raise InvalidRequestError("random-range-ratio must be at least 0 and under 1", param="random_range_ratio")
 
@@ -236,8 +240,8 @@ def _sample(filler: Filler, units: Sequence[Unit], output_len: int, arrival_s: f
 
 
 def _row(path: Path, line: int, arrival_s: float, input_len: int, output_len: int, hash_ids: tuple[int, ...] = ()) -> TraceRow:
-    if max(input_len, output_len) > _MOST_TOKENS:
-        raise _bad(path, line, f"a length is over {_MOST_TOKENS} tokens")
+    if max(input_len, output_len) > MOST_TOKENS:
+        raise _bad(path, line, f"a length is over {MOST_TOKENS} tokens")
     if input_len < 0 or output_len < 0 or not math.isfinite(arrival_s) or any(each < 0 for each in hash_ids):
         raise _bad(path, line, "lengths and hashes must not be negative, nor times infinite")
     return TraceRow(arrival_s=arrival_s, input_len=input_len, output_len=output_len, hash_ids=hash_ids)

@@ -15,7 +15,7 @@ from typer import Argument, Option
 from loadtest import metrics
 from loadtest.arrivals import check_rate, check_time_scale
 from loadtest.conversations import ConversationShape, Distribution
-from loadtest.datasets import NAMES, TRACES, Lengths
+from loadtest.datasets import MOST_TOKENS, NAMES, TRACES, Lengths
 from loadtest.server import ENDPOINTS, Backend
 from protocol.errors import InvalidRequestError
 
@@ -101,6 +101,9 @@ class BenchOptions:
         if self.time_scale is not None:
             check_time_scale(self.time_scale)
         self._check(self.num_prompts >= 1, "num-prompts must be at least 1", "num_prompts")
+        answer = self.sharegpt_output_len
+        right = answer is None or 1 <= answer <= MOST_TOKENS
+        self._check(right, f"sharegpt-output-len must be from 1 to {MOST_TOKENS}", "sharegpt_output_len")
         self._check(self.num_warmups >= 0, "num-warmups must be at least 0", "num_warmups")
         self._check(
             self.max_concurrency is None or self.max_concurrency >= 1, "max-concurrency must be at least 1", "max_concurrency"
@@ -134,7 +137,8 @@ class BenchOptions:
             "--multi-turn-delay-kind needs a --multi-turn-delay-ms over 0",
             "multi_turn_delay_kind",
         )
-        self._check(self.system_prompt_len >= 0, "system-prompt-len must be at least 0", "system_prompt_len")
+        right = 0 <= self.system_prompt_len <= MOST_TOKENS
+        self._check(right, f"system-prompt-len must be from 0 to {MOST_TOKENS}", "system_prompt_len")
         num = self.num_system_prompts
         self._check(
             1 <= num <= self.num_prompts,

@@ -21,6 +21,9 @@ Message = Mapping[str, str]
 
 ENDPOINTS: Mapping[Backend, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
+_MOST_TOKENS = 2**31
+_LONGEST_S = 1e9
+
 
 @dataclass(frozen=True)
 class Target:
@@ -131,13 +134,14 @@ class AnswerWatch:
         try:
             event = json.loads(data)
             if "error" in event:
-                self._record.error = str(event["error"].get("message", event["error"]))[:300]
+                problem = event["error"]
+                self._record.error = str(problem.get("message", problem) if isinstance(problem, dict) else problem)[:300]
                 return
             for choice in event["choices"]:
                 self._choice(now, choice)
             if event.get("usage"):
                 self._usage = event["usage"]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             self._record.error = f"an event is not as in OpenAI's API: {type(error).__name__} {error}"[:300]
 
     def end(self) -> None:
@@ -157,12 +161,13 @@ class AnswerWatch:
 
     def _count(self, usage: Mapping[str, Any]) -> None:
         record = self._record
-        record.completion_tokens = int(usage["completion_tokens"])
-        record.prompt_tokens = int(usage["prompt_tokens"])
-        record.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        record.completion_tokens = _tokens(usage, "completion_tokens")
+        record.prompt_tokens = _tokens(usage, "prompt_tokens")
+        details = usage.get("prompt_tokens_details") or {}
+        record.cached_tokens = None if details.get("cached_tokens") is None else _tokens(details, "cached_tokens")
         if usage.get("times"):
             stages = usage["times"][0]["stages"]
-            record.server_times = {str(stage): float(seconds) for stage, seconds in stages.items()}
+            record.server_times = {str(stage): _seconds(stages, stage) for stage in stages}
 
     def _choice(self, now: float, choice: Mapping[str, Any]) -> None:
         record = self._record
@@ -170,7 +175,8 @@ class AnswerWatch:
         text = said.get("content") or said.get("text")
         if text:
             self._texts.append(str(text))
-        if text or said.get("reasoning_content") or choice.get("token_ids"):
+        # vLLM calls it `reasoning` now, and others `reasoning_content` as vLLM did.
+        if text or said.get("reasoning") or said.get("reasoning_content") or choice.get("token_ids"):
             if record.ttft is None:
                 record.ttft = now - self._sent
             else:
@@ -180,6 +186,22 @@ class AnswerWatch:
         if choice.get("finish_reason") is not None:
             record.finish_reason = choice["finish_reason"]
             self._latest = now
+
+
+def _tokens(counts: Mapping[str, Any], name: str) -> int:
+    """A count of tokens. Raises ValueError for what is none, which would spoil the sums over all requests."""
+    found = counts[name]
+    if not isinstance(found, int) or not 0 <= found < _MOST_TOKENS:
+        raise ValueError(f"{name} is {found!r:.100}")
+    return found
+
+
+def _seconds(times: Mapping[str, Any], name: str) -> float:
+    """A time. Raises ValueError for what is none, which would spoil the sums over all requests."""
+    found = float(times[name])
+    if not abs(found) < _LONGEST_S:
+        raise ValueError(f"{name} is {found!r:.100}")
+    return found
 
 
 async def ask(client: HttpClient, target: Target, body: bytes, record: RequestRecord) -> str:

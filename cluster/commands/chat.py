@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from cluster.commands.lib.exits import printable
 from cluster.commands.lib.http_client import ApiClient
 from cluster.commands.lib.options import DEFAULT_URL, ApiKey, Url
 from protocol.errors import TandemError, UnavailableError
@@ -28,8 +29,8 @@ def chat(
     api_key: ApiKey = None,
     model: Annotated[str | None, typer.Option(help="The cluster's own if not given.")] = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Longest answer.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 always takes the likeliest token.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0.0, max=2.0, help="0 always takes the likeliest token.")] = None,
 ) -> None:
     """Talk to the model in the terminal."""
     _prepare_terminal()
@@ -108,20 +109,30 @@ class Timing:
 
 
 def answer_pieces(events: Iterator[dict[str, Any]], timing: Timing) -> Iterator[str]:
-    """Yield the text of a streamed chat completion as it comes, and note the times and the token count in `timing`."""
+    """Yield the text of a streamed chat completion as it comes, and note the times and the token count in `timing`.
+
+    Raises UnavailableError for an event that is unlike OpenAI's.
+    """
     for event in events:
-        if event.get("usage"):
-            timing.tokens = event["usage"]["completion_tokens"]
-        for choice in event["choices"]:
-            text = choice["delta"].get("content")
-            if text:
-                timing.first = timing.first or time.monotonic()
-                yield text
+        text, tokens = _text_and_tokens(event)
+        timing.tokens = tokens or timing.tokens
+        if text:
+            timing.first = timing.first or time.monotonic()
+            yield text
+
+
+def _text_and_tokens(event: dict[str, Any]) -> tuple[str, int]:
+    """What an event says of the answer, and how many tokens that has by its usage. Either may be missing."""
+    try:
+        texts = [choice["delta"].get("content") or "" for choice in event.get("choices") or ()]
+        return "".join(texts), int((event.get("usage") or {}).get("completion_tokens", 0))
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError):
+        raise UnavailableError(f"the answer is not as in OpenAI's API: {event!s:.100}") from None
 
 
 def converse(client: ApiClient, conversation: Conversation, console: Console) -> None:
     """Read a line, ask the model, print its answer, until /exit or the end of input."""
-    console.print(f"[bold]{escape(conversation.model)}[/bold]. {HELP}", highlight=False)
+    console.print(f"[bold]{escape(printable(conversation.model))}[/bold]. {HELP}", highlight=False)
     while True:
         try:
             text = input("> ").strip()  # readline has to know the prompt, and takes no markup
@@ -171,11 +182,11 @@ def _turn(client: ApiClient, conversation: Conversation, text: str, console: Con
                 if interrupted.is_set():
                     raise KeyboardInterrupt
                 said.append(piece)
-                console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
+                console.print(printable(piece), end="", markup=False, highlight=False, soft_wrap=True)
     except KeyboardInterrupt:
         console.print(" [dim](stopped)[/dim]", end="")
     except TandemError as error:
-        console.print(f"[red]{escape(error.message)}[/red]", highlight=False)
+        console.print(f"[red]{escape(printable(error.message))}[/red]", highlight=False)
     console.print(f"\n[dim]{timing.summary(time.monotonic())}[/dim]", highlight=False)
     if said:
         conversation.keep(text, "".join(said))

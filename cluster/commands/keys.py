@@ -77,8 +77,8 @@ def add(
     }
     note = _auditor(loaded)
     given = add_key(path, values)
+    note("key_added", key=given.split("-")[1], tenant=tenant, tier=tier)  # first, since the output may be closed or full
     typer.echo(given)
-    note("key_added", key=given.split("-")[1], tenant=tenant, tier=tier)
 
 
 @keys.command("list")

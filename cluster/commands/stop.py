@@ -7,12 +7,16 @@ from typing import Annotated
 import typer
 
 from cluster.commands.lib.interrupts import Interrupts, Phase
-from cluster.commands.lib.options import RayAddress
 from protocol.errors import ConfigError
 
 
 def stop(
-    address: RayAddress = None,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            "--address", envvar="RAY_ADDRESS", help="The Ray cluster that it runs on: host:port, or auto on one of its nodes."
+        ),
+    ] = None,
     shutdown_s: Annotated[
         float, typer.Option("--shutdown-timeout", min=0.0, max=86_400.0, help="Seconds that requests have to end.")
     ] = 20.0,

@@ -137,5 +137,7 @@ class ControllerOrders:
             problem = f"the controller did not answer within {_ORDER_DEADLINE_S:g} s, and may still obey: see `tandem status`"
             raise UnavailableError(problem) from None
         except Exception as error:
-            log.exception("the controller did not obey")
-            raise UnavailableError(f"the controller is away ({type(error).__name__}); nothing was changed") from None
+            log.exception("the controller did not answer an order")
+            # It may have died after it obeyed, and Ray does not know.
+            problem = f"the controller is away ({type(error).__name__}), and may have obeyed: see `tandem status`"
+            raise UnavailableError(problem) from None

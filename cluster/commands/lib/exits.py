@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 import typer
@@ -14,9 +15,16 @@ UNAVAILABLE = 3
 """Of `tandem serve` alone: the cluster did not come up, or was lost, and the next start may succeed."""
 INTERRUPTED = 130
 
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def printable(text: str) -> str:
+    """A text of others, without the characters that would command a terminal. Line feeds and tabs stay."""
+    return _CONTROLS.sub("", text)
+
 
 def say(error: TandemError | typer.TyperException) -> None:
     """Print what an error says in one line on stderr."""
     text = error.message if isinstance(error, TandemError) else error.format_message()
-    if text := " ".join(text.split()):  # without arguments, the help has been printed and the error says nothing
+    if text := printable(" ".join(text.split())):  # without arguments, the help has been printed and the error says nothing
         print(f"tandem: {text}", file=sys.stderr)  # noqa: T201

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import ssl
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import Any
 
 import httpx
@@ -14,6 +14,13 @@ from protocol.errors import InvalidRequestError, TandemError, UnavailableError, 
 _CONNECT_S = 5.0
 _ANSWER_S = 30.0
 _STREAM_S = 600.0
+_FIELDS: Mapping[str, tuple[str, type]] = {
+    "/admin/status": ("workers", list),
+    "/admin/audit": ("leaks", list),
+    "/admin/cache": ("workers", list),
+    "/admin/rollout": ("revision", int),
+}
+"""What a Tandem cluster always answers at these paths: a field and its type."""
 
 
 class ApiClient:
@@ -24,23 +31,20 @@ class ApiClient:
             raise InvalidRequestError("the key has to be one line of ASCII: no header carries anything else", param="key")
         self._url = url.rstrip("/")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        timeout = httpx.Timeout(_ANSWER_S, connect=_CONNECT_S)
         try:
             base_url = httpx.URL(self._url)
             base_url.raw_host.decode().encode("idna")  # as the resolver does
         except (httpx.InvalidURL, ValueError) as error:
             raise UnavailableError(f"{url} is no URL: {error}") from None
         # A proxy that the environment names would read the operator's key.
-        self._client = httpx.Client(
-            base_url=base_url, headers=headers, timeout=timeout, trust_env=False, verify=_authorities(base_url)
-        )
+        self._client = httpx.Client(base_url=base_url, headers=headers, trust_env=False, verify=_authorities(base_url))
 
     def get(self, path: str) -> Any:
         """Return the JSON that the cluster answers at `path`.
 
         Raises TandemError for a refusal, UnavailableError without an answer.
         """
-        return self._json(self._call("GET", path, None))
+        return self._json(path, self._call("GET", path, None))
 
     def get_text(self, path: str) -> str:
         """Return the text that the cluster answers at `path`.
@@ -49,12 +53,12 @@ class ApiClient:
         """
         return self._call("GET", path, None).text
 
-    def post(self, path: str, body: Any) -> Any:
-        """Post `body` and return the JSON that is answered.
+    def post(self, path: str, body: Any, answer_s: float | None = None) -> Any:
+        """Post `body` and return the JSON that is answered, which may take `answer_s` seconds.
 
         Raises TandemError for a refusal, UnavailableError without an answer.
         """
-        return self._json(self._call("POST", path, body))
+        return self._json(path, self._call("POST", path, body, answer_s))
 
     def stream(self, path: str, body: Any) -> Generator[dict[str, Any], None, None]:
         """Yield the events of a streamed answer, up to `[DONE]`. Closing the iterator ends the request.
@@ -75,20 +79,26 @@ class ApiClient:
         """Close the connections."""
         self._client.close()
 
-    def _call(self, method: str, path: str, body: Any) -> httpx.Response:
+    def _call(self, method: str, path: str, body: Any, answer_s: float | None = None) -> httpx.Response:
+        timeout = httpx.Timeout(_ANSWER_S if answer_s is None else answer_s, connect=_CONNECT_S)
         try:
-            answer = self._client.request(method, path, json=body)
+            answer = self._client.request(method, path, json=body, timeout=timeout)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise self._unreachable(error) from None
         if answer.status_code != httpx.codes.OK:
             raise _error_in(answer)
         return answer
 
-    def _json(self, answer: httpx.Response) -> Any:
+    def _json(self, path: str, answer: httpx.Response) -> Any:
         try:
-            return answer.json()
-        except ValueError:
+            found = answer.json()
+            if path in _FIELDS:
+                name, kind = _FIELDS[path]
+                if not isinstance(found[name], kind):
+                    raise TypeError
+        except (ValueError, RecursionError, KeyError, TypeError):
             raise UnavailableError(f"{self._url} answers, but it is no Tandem cluster") from None
+        return found
 
     def _unreachable(self, error: Exception) -> UnavailableError:
         return UnavailableError(f"no cluster answers at {self._url} ({error}); `tandem serve` starts one, --url names another")
@@ -103,24 +113,35 @@ def _authorities(url: httpx.URL) -> ssl.SSLContext | bool:
 
 
 def _events(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """The events up to `[DONE]`. Raises the TandemError that an event carries."""
+    """The events up to `[DONE]`. Raises the TandemError that an event carries, UnavailableError for what is no event."""
     for line in lines:
-        data = line.removeprefix("data: ")
+        if not line.startswith("data:"):
+            continue
+        data = line.removeprefix("data:").strip()
         if data == "[DONE]":
             return
-        if data != line:
+        try:
             event = json.loads(data)
-            if "error" in event:
-                raise _error_from(event["error"])
-            yield event
+        except (ValueError, RecursionError):
+            event = None
+        if not isinstance(event, dict):
+            raise UnavailableError(f"the answer is not as in OpenAI's API: {data:.100}")
+        if event.get("error"):
+            raise _error_from(event["error"])
+        yield event
 
 
 def _error_in(answer: httpx.Response) -> TandemError:
     try:
-        return _error_from(answer.json()["error"])
-    except (ValueError, KeyError, TypeError):
-        return UnavailableError(f"{answer.url} answered {answer.status_code}: {answer.text[:200]}")
+        error = answer.json()["error"]
+    except (ValueError, RecursionError, KeyError, TypeError):
+        error = None
+    if isinstance(error, dict) and "message" in error:
+        return _error_from(error)
+    return UnavailableError(f"{answer.url} answered {answer.status_code}: {answer.text[:200]}")
 
 
-def _error_from(error: dict[str, Any]) -> TandemError:
-    return error_from_code(str(error.get("code")), str(error["message"]), error.get("param"), None)
+def _error_from(error: object) -> TandemError:
+    if not isinstance(error, dict):
+        return UnavailableError(f"{error!s:.300}")
+    return error_from_code(str(error.get("code")), str(error.get("message", error)), error.get("param"), None)

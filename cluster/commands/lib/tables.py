@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rich.cells import cell_len
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 if TYPE_CHECKING:
     from configs.models import ListedModel
@@ -28,9 +30,56 @@ _COLUMNS = {
     "cached": "cached_tokens",
     "restarts": "restarts",
 }
-"""Headings short enough for 80 columns, and the fields of /admin/status below them."""
+"""Short headings, and the fields of /admin/status below them."""
+_SPARE = ("pid", "epoch", "cached", "restarts", "queued", "node", "kv", "wait", "busy")
+"""Columns of the status that a narrow terminal does without, the first of them first."""
 _TIMES = {"ttft p50": "ttft_p50_s", "ttft p90": "ttft_p90_s", "tpot p50": "tpot_p50_s", "tpot p90": "tpot_p90_s"}
 _PIPE_WIDTH = 200
+_GAP = 2
+_FOLDED = 6
+"""Least width of a column whose cells may be folded."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table of which no cell is cut: they are names and numbers to be copied."""
+
+    columns: Mapping[str, Sequence[str]]
+    """The cells of each column, by its title."""
+    numbers: Collection[str] = ()
+    """Columns that are aligned to the right."""
+    folded: Collection[str] = ()
+    """Columns whose cells may take several lines where the terminal is narrow."""
+    spare: Sequence[str] = ()
+    """Columns that a narrow terminal does without, the first of them first."""
+
+    def print(self, console: Console) -> None:
+        """Print it as wide as it has to be. Below it a line names the columns that are left out."""
+        titles = list(self.columns)
+        room = console.width if console.is_terminal else self._least_width(titles)
+        left_out = []
+        for title in self.spare:
+            if self._least_width(titles) <= room:
+                break
+            titles.remove(title)
+            left_out.append(title)
+        least = self._least_width(titles)
+        table = Table(box=None, pad_edge=False, padding=(0, _GAP // 2), width=least if least > console.width else None)
+        for title in titles:
+            table.add_column(title, no_wrap=title not in self.folded, overflow="fold")
+            table.columns[-1].justify = "right" if title in self.numbers else "left"
+        for row in zip(*(self.columns[title] for title in titles), strict=True):
+            table.add_row(*map(Text, row))
+        console.print(table, crop=False)
+        if left_out:
+            console.print(f"too narrow for {', '.join(left_out)}: --json has all", style="dim", soft_wrap=True)
+
+    def _least_width(self, titles: Sequence[str]) -> int:
+        return sum(map(self._least_width_of, titles)) + _GAP * (len(titles) - 1)
+
+    def _least_width_of(self, title: str) -> int:
+        longest = max(map(cell_len, self.columns[title]), default=0)
+        return max(cell_len(title), min(longest, _FOLDED) if title in self.folded else longest)
 
 
 def print_status(answer: Mapping[str, Any]) -> None:
@@ -39,10 +88,8 @@ def print_status(answer: Mapping[str, Any]) -> None:
     Below the table come the arithmetics, which are too long for a column, and why workers are not ready or were restarted.
     """
     console = table_console()
-    table = Table(*_COLUMNS, box=None, pad_edge=False, padding=(0, 1))
-    for worker in answer["workers"]:
-        table.add_row(*(_cell(name, worker.get(name)) for name in _COLUMNS.values()))
-    console.print(table)
+    rows = answer["workers"]
+    Grid({title: [_cell(name, row.get(name)) for row in rows] for title, name in _COLUMNS.items()}, spare=_SPARE).print(console)
     for line in _arithmetics(answer["workers"]):
         console.print(line, markup=False, soft_wrap=True)
     for line in (*_tiers(answer["workers"]), *_guesses(answer["workers"])):
@@ -127,23 +174,24 @@ def _key_problems(keys: Mapping[str, Any]) -> list[str]:
 
 def print_models(models: Sequence[ListedModel]) -> None:
     """Print one row per model. A model that is not in the cache is fetched when it is first served."""
-    table = Table("name", "source", "size", "cached at", box=None, pad_edge=False)
-    for model in models:
-        table.add_row(model.name, model.source, f"{model.num_bytes / 1e6:.0f} MB", str(model.path or "-"))
-    table_console().print(table)
+    columns = {
+        "name": [model.name for model in models],
+        "source": [model.source for model in models],
+        "size": [f"{model.num_bytes / 1e6:.0f} MB" for model in models],
+        "cached at": [str(model.path or "-") for model in models],
+    }
+    Grid(columns, folded=("source", "cached at")).print(table_console())
 
 
 def print_usage(sums: UsageSums) -> None:
     """Print one row per tenant, key and model, the sum of all, and from when on the log tells."""
-    table = Table("tenant", "key", "model", box=None, pad_edge=False)
-    for title in ("requests", "prompt", "cached", "answer", "tokens"):
-        table.add_column(title, justify="right")
-    for (tenant, key, model), row in sums.sorted_rows():
-        table.add_row(*(escape(name or "-") for name in (tenant, key, model)), *_numbers(row))
-    if len(sums.rows) != 1:
-        table.add_row("all", "", "", *_numbers(sums.total()))
+    titles = ("requests", "prompt", "cached", "answer", "tokens")
+    rows = [[*(name or "-" for name in names), *_numbers(row)] for names, row in sums.sorted_rows()]
+    if len(rows) != 1:
+        rows.append(["all", "", "", *_numbers(sums.total())])
+    columns = {title: [row[i] for row in rows] for i, title in enumerate(("tenant", "key", "model", *titles))}
     console = table_console()
-    console.print(table)
+    Grid(columns, numbers=titles, folded=("tenant", "model"), spare=("cached", "answer", "prompt", "requests")).print(console)
     console.print("the log is empty" if sums.since is None else f"the log begins at {sums.since}", markup=False)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from cluster.commands.lib.http_client import ApiClient
 from protocol.errors import UnavailableError
@@ -14,6 +14,8 @@ from protocol.messages import Duty, Role
 _ASK_AGAIN_S = 0.2
 _PATIENCE_S = 60.0
 """Seconds without an answer after which a cluster counts as gone: a router that goes, or a proxy, may break a connection."""
+
+_T = TypeVar("_T")
 
 Status = Mapping[str, Any]
 """An answer of /admin/status."""
@@ -47,15 +49,22 @@ def wait_for(client: ApiClient, lacking: Lacking, deadline_s: float, on_look: Ca
 
 def patient_status(client: ApiClient, end: float = math.inf) -> Status:
     """Ask for /admin/status until there is an answer. Raises UnavailableError after a minute without one, or at `end`."""
+    answer: Status = patiently(lambda: client.get("/admin/status"), end)
+    return answer
+
+
+def patiently(ask: Callable[[], _T], end: float = math.inf) -> _T:
+    """Ask until there is an answer, and return it: for what does no more if it is obeyed twice.
+
+    Raises UnavailableError after a minute without an answer, or at `end`.
+    """
     end = min(end, time.monotonic() + _PATIENCE_S)
     while True:
         try:
-            answer: Status = client.get("/admin/status")
+            return ask()
         except UnavailableError:
             if time.monotonic() > end:
                 raise
-        else:
-            return answer
         time.sleep(_ASK_AGAIN_S)
 
 

@@ -21,10 +21,13 @@ from cluster.commands.top.screen import draw
 from protocol.errors import ConfigError, UnavailableError
 
 _PIPE_WIDTH = 200
+_LONGEST_S = 86_400.0
 
 
 def top(
-    interval_s: Annotated[float, typer.Option("--interval", min=0.1, help="Seconds from one look to the next.")] = 1.0,
+    interval_s: Annotated[
+        float, typer.Option("--interval", min=0.1, max=_LONGEST_S, help="Seconds from one look to the next.")
+    ] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print what two looks tell, and end.")] = False,
     url: Url = DEFAULT_URL,
     admin_key: AdminKey = None,

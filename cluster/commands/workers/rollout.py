@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,9 +23,10 @@ from cluster.commands.lib.interrupts import undone_when_ended
 from cluster.commands.lib.options import DEFAULT_URL, LONGEST_S, AdminKey, Url
 from cluster.commands.lib.waiting import (
     Workers,
+    current_workers,
     epoch_of,
     of_role,
-    patient_status,
+    patiently,
     wait_for,
     what_a_drain_lacks,
     what_a_role_lacks,
@@ -115,11 +117,11 @@ def _autoscaler_quiet(client: ApiClient, state: Mapping[str, Any] | None) -> Ite
     runs = state is not None and not state["paused"]
     try:
         if runs:
-            client.post("/admin/autoscale", {"action": "pause"})
+            patiently(lambda: client.post("/admin/autoscale", {"action": "pause"}))
         yield
     finally:
         if runs:
-            client.post("/admin/autoscale", {"action": "resume"})
+            patiently(lambda: client.post("/admin/autoscale", {"action": "resume"}))
 
 
 def _restart_each(client: ApiClient, workers: Workers, wait_s: float, report: Report, on_restarted: Callable[[], None]) -> None:
@@ -127,12 +129,18 @@ def _restart_each(client: ApiClient, workers: Workers, wait_s: float, report: Re
     for worker in workers:
         worker_id, epoch = worker["worker_id"], worker["epoch"]
         report(f"restarting {worker_id}")
-        present = epoch_of(patient_status(client)["workers"], worker_id)
-        if present == epoch:  # else it has died meanwhile, and is new, or has gone in the extra one's place
-            client.post("/admin/drain", {"worker": worker_id, "restart": True})
+        present = patiently(partial(_begin_restart, client, worker_id, epoch))
         if present is not None:
             wait_for(client, what_a_drain_lacks(worker_id, epoch, restart=True), wait_s)
         on_restarted()
+
+
+def _begin_restart(client: ApiClient, worker_id: str, epoch: int) -> int | None:
+    """Have the worker restarted unless this life of it is over. Return the epoch that was found, None if it has gone."""
+    present = epoch_of(current_workers(client), worker_id)
+    if present == epoch:  # else an order without an answer was obeyed, or it died, or has gone in the extra one's place
+        client.post("/admin/drain", {"worker": worker_id, "restart": True})
+    return present
 
 
 @contextmanager
@@ -150,7 +158,7 @@ def _one_more(client: ApiClient, role: Role, number: int, room_s: float, wait_s:
         yield
     finally:
         if added:
-            client.post("/admin/scale", {role.value: number})
+            _scale(client, role, number)
     if added:
         report(f"draining the additional {role.value} worker")
         wait_for(client, what_a_role_lacks(role, number), wait_s)
@@ -159,12 +167,16 @@ def _one_more(client: ApiClient, role: Role, number: int, room_s: float, wait_s:
 def _has_come(client: ApiClient, role: Role, number: int, room_s: float) -> bool:
     """Ask for one worker more than `number`, and wait until it is ready. If it is not, take it back and return False."""
     try:
-        client.post("/admin/scale", {role.value: number + 1})
+        _scale(client, role, number + 1)
     except InvalidRequestError:  # at the limit
         return False
     try:
         wait_for(client, what_a_role_lacks(role, number + 1), room_s)
     except (InvalidRequestError, UnavailableError):  # none came up
-        client.post("/admin/scale", {role.value: number})
+        _scale(client, role, number)
         return False
     return True
+
+
+def _scale(client: ApiClient, role: Role, number: int) -> None:
+    patiently(lambda: client.post("/admin/scale", {role.value: number}))

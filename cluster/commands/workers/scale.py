@@ -16,6 +16,7 @@ from protocol.messages import Role
 
 _ROUTERS = "routers"
 _NAMES = (*(role.value for role in Role), _ROUTERS)
+_MOST_DIGITS = 9
 
 
 def scale(
@@ -42,9 +43,9 @@ def parse_sizes(arguments: Sequence[str]) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for argument in arguments:
         name, _, number = argument.partition("=")
-        if name not in _NAMES or not number.removeprefix("-").isdecimal():
-            problem = f"{argument}: write prefill=N, decode=N or routers=N with a whole number N"
-            raise InvalidRequestError(problem, param=name)
+        if name not in _NAMES or not number.removeprefix("-").isdecimal() or len(number) > _MOST_DIGITS:
+            problem = f"{argument:.60}: write prefill=N, decode=N or routers=N with a whole number N"
+            raise InvalidRequestError(problem, param=f"{name:.60}")
         if name in sizes:
             raise InvalidRequestError(f"{name} is given twice", param=name)
         sizes[name] = int(number)

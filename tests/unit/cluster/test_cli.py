@@ -87,6 +87,16 @@ def test_the_version_is_printed_alone(monkeypatch: pytest.MonkeyPatch, capsys: p
         (["scale", "routers=many"], "routers=many"),
         (["scale", "routers=1", "routers=2"], "routers"),
         (["scale", "decode=1", "decode=2"], "decode"),
+        (["scale", f"prefill={'9' * 5000}"], "prefill=N"),
+        (["top", "--once", "--interval", "inf"], "--interval"),
+        (["top", "--once", "--interval", "nan"], "--interval"),
+        (["top", "--once", "--interval", "1e10"], "--interval"),
+        (["chat", "--temperature", "nan"], "--temperature"),
+        (["chat", "--temperature", "inf"], "--temperature"),
+        (["chat", "--max-tokens", "-3"], "--max-tokens"),
+        (["plan", "--dataset", "random", "--random-input-len", "99999999999999999999"], "at most 100000000 tokens"),
+        (["plan", "--dataset", "random", "--random-output-len", "99999999999999999999"], "at most 100000000 tokens"),
+        (["bench", "--sharegpt-output-len", "-5"], "sharegpt-output-len"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(

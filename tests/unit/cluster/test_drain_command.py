@@ -52,6 +52,8 @@ class PooledCluster:
     def post(self, path: str, body: Any) -> Any:
         self.orders.append((path, body))
         if path == "/admin/autoscale":
+            assert self.autoscaler is not None
+            self.autoscaler = {"paused": "by hand" if body["action"] == "pause" else None}
             return
         if path == "/admin/scale":
             [(name, workers)] = body.items()
@@ -132,6 +134,35 @@ def test_a_rollout_goes_on_after_an_answer_that_failed(number: int) -> None:
     roll_out(cluster, 1, 1)  # type: ignore[arg-type]
     assert cluster.epochs() == NEW
     assert set(cluster.fewest.values()) == {2}
+
+
+class ForgetfulCluster(PooledCluster):
+    """One of its orders gets no answer, the first one being number 1, whether or not it is obeyed."""
+
+    def __init__(self, number: int, obeys: bool) -> None:
+        super().__init__(autoscaler={"paused": None})
+        self._number = number
+        self._obeys = obeys
+
+    def post(self, path: str, body: Any) -> Any:
+        if len(self.orders) + 1 == self._number:
+            if self._obeys:
+                super().post(path, body)
+            else:
+                self.orders.append((path, body))
+            raise UnavailableError("the controller is away")
+        super().post(path, body)
+
+
+@pytest.mark.parametrize("obeys", [True, False])
+@pytest.mark.parametrize("number", range(1, 11))
+def test_a_rollout_goes_on_after_an_order_without_an_answer(number: int, obeys: bool) -> None:
+    cluster = ForgetfulCluster(number, obeys)
+    roll_out(cluster, 1, 1)  # type: ignore[arg-type]
+    assert cluster.epochs() == NEW, "each was restarted once"
+    assert [pool.desired for pool in cluster.pools.values()] == [2, 2]
+    assert cluster.autoscaler == {"paused": None}
+    assert len(cluster.orders) >= 10
 
 
 def test_a_cluster_that_is_gone_is_waited_for_no_longer_than_asked(monkeypatch: pytest.MonkeyPatch) -> None:

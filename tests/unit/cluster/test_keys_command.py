@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -155,3 +156,18 @@ def test_serve_refuses_to_serve_strangers(
     code, out, err = run(monkeypatch, capsys, "serve", *flags)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert says in err
+
+
+def test_a_key_that_nobody_reads_is_noted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Standard output is a full disk, or a pipe whose reader has gone."""
+    path = tmp_path / "audit.jsonl"
+    monkeypatch.setattr("typer.echo", Mock(side_effect=BrokenPipeError))
+    files = ["--keys-file", str(tmp_path / "keys.json"), "--audit-log", str(path)]
+    monkeypatch.setattr("sys.argv", ["tandem", "keys", "add", "--tenant", "acme", *files])
+    with pytest.raises((SystemExit, BrokenPipeError)):
+        cli.main()
+    [line] = path.read_text().splitlines()
+    assert json.loads(line)["event"] == "key_added"
+    assert json.loads(line)["key"] in (tmp_path / "keys.json").read_text()

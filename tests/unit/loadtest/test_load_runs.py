@@ -253,6 +253,8 @@ def test_a_client_that_is_the_bottleneck_says_so() -> None:
         ({"max_concurrency": 0}, "max_concurrency"),
         ({"endpoint": "v1"}, "endpoint"),
         ({"temperature": 2.5}, "temperature"),
+        ({"sharegpt_output_len": -5}, "sharegpt_output_len"),
+        ({"sharegpt_output_len": 10**20}, "sharegpt_output_len"),
         ({"dataset_name": "azure", "dataset_path": Path("x"), "time_scale": 1.0, "request_rate": 3.0}, "request_rate"),
     ],
 )
@@ -260,6 +262,13 @@ def test_flags_that_do_not_go_together(fields: dict[str, Any], param: str) -> No
     with pytest.raises(InvalidRequestError) as error:
         dataclasses.replace(OPTIONS, **fields)
     assert error.value.param == param
+
+
+@pytest.mark.parametrize("name", ["random_input_len", "random_prefix_len", "random_output_len"])
+def test_lengths_that_fit_into_no_memory(name: str) -> None:
+    too_long: dict[str, Any] = {name: 10**20}
+    with pytest.raises(InvalidRequestError, match="at most 100000000 tokens"):
+        _ = dataclasses.replace(OPTIONS, **too_long).lengths
 
 
 def test_the_same_seed_is_the_same_load() -> None:

@@ -1,4 +1,4 @@
-"""A controller that does not answer in time."""
+"""A controller that does not answer in time, or not at all."""
 
 from __future__ import annotations
 
@@ -22,4 +22,14 @@ def test_it_is_not_said_that_nothing_was_changed(monkeypatch: pytest.MonkeyPatch
 
     controller: Any = Slow()
     with pytest.raises(UnavailableError, match=r"did not answer within 0\.01 s, and may still obey"):
+        asyncio.run(ControllerOrders(controller).scale({Role.DECODE: 2}, None))
+
+
+def test_a_controller_that_dies_before_its_answer_may_have_obeyed() -> None:
+    class Dying:
+        async def scale(self, *_: Any) -> None:
+            raise ConnectionError("the actor is unavailable: the task may or may not have been executed")
+
+    controller: Any = Dying()
+    with pytest.raises(UnavailableError, match=r"away \(ConnectionError\), and may have obeyed: see `tandem status`"):
         asyncio.run(ControllerOrders(controller).scale({Role.DECODE: 2}, None))
