@@ -289,13 +289,13 @@ def test_nothing_is_drafted_beyond_the_draft_models_context(
 
 
 def test_drafts_that_pay_are_made(small_model: ModelFacts, drafts: dict[str, ModelFacts]) -> None:
-    """Nothing is made up here. A step of the served model takes 20 ms longer, so drafts of eight tokens' time are cheap."""
+    """Nothing is made up here. A step of the served model takes a tenth of a second longer, so drafts are cheap anywhere."""
 
     async def scenario() -> None:
         async with run_many_decodes(small_model, 1, drafting(CONFIG, max_batch_size=64), draft=drafts["right"]) as many:
-            many.step_s = 0.02
             wanted = [(prompt, SamplingParams(seed=1, max_tokens=150, temperature=0.0)) for prompt in EIGHT[:3]]
             expected = await unguessed(many, wanted)
+            many.step_s = 0.1
             before = report(many)
             assert said(await ask(many, wanted)) == said(expected)
             after = report(many)
