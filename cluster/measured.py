@@ -130,14 +130,17 @@ def threads_here(config: ClusterConfig, role: Role) -> int:
     return threads_per_rank(config, role, [{"CPU": float(usable_cores())}])
 
 
-def threads_on_node(config: ClusterConfig, role: Role, share: int) -> int:
-    """Return the number of cores that a rank on this node computes with, by its share of all nodes' cores.
+def threads_on_node(config: ClusterConfig, role: Role, share: int, cpus: float) -> int:
+    """Return the number of cores that a rank on this node computes with, by its share of all nodes' processors.
 
-    Where nobody chose it, it is no more than the node has for the ranks of one worker: Ray counts hyperthreads where it was
-    started by hand.
+    Ray counts so many `cpus` on this node, which are hyperthreads where it was started by hand. Where nobody chose the number,
+    the share is of cores instead, and no more than the node has for the ranks of one worker.
     """
-    pool = pool_of(config, role)
-    return share if pool.threads else max(1, min(share, usable_cores() // pool.tensor_parallel_size))
+    pool, cores = pool_of(config, role), usable_cores()
+    if pool.threads:
+        return share
+    of_cores = int(share * min(1.0, cores / max(cpus, 1.0)))
+    return max(1, min(of_cores, cores // pool.tensor_parallel_size))
 
 
 def measured_roles(config: ClusterConfig) -> list[Role]:

@@ -42,6 +42,12 @@ def node_resources() -> list[Resources]:
     return [node["Resources"] for node in _staying_nodes()]
 
 
+def own_cpus() -> float:
+    """Return the number of processors that Ray counts on this node. Blocks for a call to Ray."""
+    own = ray.get_runtime_context().get_node_id()
+    return next((node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["NodeID"] == own), 0.0)
+
+
 def nodes_of_groups() -> dict[str, str]:
     """Return the id of the node of every placement group that is on one node, by the group's id. Blocks for a call to Ray."""
     groups = {group: set(entry["bundles_to_node_id"].values()) for group, entry in placement_group_table().items()}

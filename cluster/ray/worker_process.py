@@ -18,6 +18,7 @@ import ray
 from cluster.launcher import Started
 from cluster.measured import measure, threads_on_node
 from cluster.memory import computes_on_processor
+from cluster.ray.actors import own_cpus
 from cluster.ray.placement import pool_of
 from configs.models import resolve_for
 from configs.schema import ClusterConfig
@@ -61,7 +62,7 @@ class WorkerProcess:
         show_neighbours()
         module = await asyncio.to_thread(_module)
         setup_logging(f"{worker_id}-rank-{rank}")
-        threads = threads_on_node(config, role, threads)
+        threads = threads_on_node(config, role, threads, await asyncio.to_thread(own_cpus))
         follower = module.follower(role, config, secret, _node_address(), rank, threads)
         self._running = follower
         return Following(follower.address, os.getpid())
@@ -86,7 +87,7 @@ class WorkerProcess:
             setup_logging(worker_id)
         show_neighbours()
         module = await asyncio.to_thread(_module)
-        threads = threads_on_node(config, role, threads)
+        threads = threads_on_node(config, role, threads, await asyncio.to_thread(own_cpus))
         if computes_on_processor(config, pool_of(config, role)):
             facts = await asyncio.to_thread(lambda: resolve_for(config).facts)
             # The other half is for loading the model. Where `tandem serve` has measured, this only looks.

@@ -173,7 +173,8 @@ def test_workers_share_the_cores_that_this_process_may_use(monkeypatch: pytest.M
     ("chosen", "share", "threads"),
     [
         ({}, 16, 8),
-        ({}, 4, 4),
+        ({}, 8, 4),
+        ({}, 1, 1),
         ({"decode.tensor_parallel_size": 2}, 16, 4),
         ({"decode.tensor_parallel_size": 16}, 1, 1),
         ({"decode.threads": 16}, 16, 16),
@@ -184,7 +185,7 @@ def test_a_worker_takes_no_more_than_its_node_has(
 ) -> None:
     """Of 16 processors that Ray counts, and that are 8 cores."""
     monkeypatch.setattr("cluster.measured.usable_cores", lambda: 8)
-    assert threads_on_node(load_config(None, chosen), Role.DECODE, share) == threads
+    assert threads_on_node(load_config(None, chosen), Role.DECODE, share, cpus=16.0) == threads
 
 
 def tandem(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
@@ -254,3 +255,9 @@ def test_the_command_says_why_it_measures_nothing(
 
 def steps(profile: dict[str, Any]) -> list[dict[str, Any]]:
     return [*profile["prefill"], *profile["decode"]]
+
+
+def test_what_ray_may_use_of_a_node_is_shared_out_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ray start --num-cpus 4`, where there are eight cores."""
+    monkeypatch.setattr("cluster.measured.usable_cores", lambda: 8)
+    assert threads_on_node(load_config(None, {}), Role.DECODE, 2, cpus=4.0) == 2
