@@ -1,13 +1,14 @@
 """Streams that are sent to another decode worker while they are decoded, to leave for it or to have a copy there.
 
     Migrate ──► WAITING for its turn ──► SENDING full blocks, decode goes on ──► PAUSED: the rest ──► committed ──► Migrated
-                     └────────────────────────┴── failed: the stream goes on here ──┘
+                     └────────────────────────┴── failed, or late: the stream goes on here ──┘
     Copy ─────► WAITING for its turn ──► SENDING, decode goes on ──► committed ──► Copied
 
 One stream at a time sends its full blocks, in pieces, and none of these goes while another stream is paused: its rest waits
-for one piece at most. From its first piece on a stream is pinned: its blocks stay its own until nothing reads them any more,
-whatever becomes of its ticket, and it is not preempted. A stream that ends or is released meanwhile is left alone after the
-push under way.
+for one piece at most. A stream that has not sent its full blocks within four leases is late. Its router may ask again; after
+six it would give the stream up for lost. From its first piece on a stream is pinned: its blocks stay its own until nothing
+reads them any more, whatever becomes of its ticket, and it is not preempted. A stream that ends or is released meanwhile is
+left alone after the push under way.
 
 Who frees: the ledger. What has left is released here at once; the target's ticket is the router's.
 """
@@ -16,8 +17,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,8 @@ log = logging.getLogger(__name__)
 
 _PIECE_TOKENS = 128
 """Tokens of one push of full blocks, at most."""
+_FULL_BLOCKS_LEASES = 4
+"""Number of leases in which a stream must have its turn and send its full blocks. The rest and the commit may take two more."""
 _ROUNDS = 4
 """Number of rounds before the pause. Each sends what was computed during the one before, so a slow way makes the pause longer.
 """
@@ -49,6 +52,8 @@ class _Sending:
     message: Migrate | Copy
     stream: Stream
     transfer: OutgoingTransfer
+    deadline: float
+    """Time on the loop's clock at which its full blocks must have been sent."""
     pair: SendingPair | None = None
 
 
@@ -67,6 +72,7 @@ class Migrations:
         send: Callable[[bytes, Any], None],
         spawn: Callable[[Coroutine[Any, Any, None]], None],
         on_change: Callable[[], None],
+        lease_s: float,
     ) -> None:
         self._peers = peers
         self._ledger = ledger
@@ -75,6 +81,7 @@ class Migrations:
         self._send = send
         self._spawn = spawn
         self._on_change = on_change
+        self._lease_s = lease_s
         self._sending: dict[int, _Sending] = {}
         """By ticket."""
         self._turn = asyncio.Lock()
@@ -107,7 +114,8 @@ class Migrations:
         known = target.num_prompt_tokens
         if not 0 <= target.held_tokens <= target.sent_from <= known < len(stream.token_ids) or target.block_size < 1:
             raise InvalidRequestError("the ticket was made for another stream")
-        return _Sending(router, message, stream, OutgoingTransfer(target, entry.mixed))
+        deadline = asyncio.get_running_loop().time() + _FULL_BLOCKS_LEASES * self._lease_s
+        return _Sending(router, message, stream, OutgoingTransfer(target, entry.mixed), deadline)
 
     async def _serve(self, sending: _Sending) -> None:
         message, stream = sending.message, sending.stream
@@ -134,7 +142,7 @@ class Migrations:
 
     async def _copy(self, sending: _Sending, pair: SendingPair) -> None:
         """Ends with the KV at the target, or raises TandemError; the stream goes on here."""
-        async with self._turn:
+        async with self._in_turn(sending):
             self._check_there(sending)
             with self._pinned(sending.stream):
                 await self._push_up_to(sending, pair, sending.message.target.num_prompt_tokens)
@@ -144,7 +152,7 @@ class Migrations:
         """Ends with the stream gone from here, or raises TandemError with nothing changed."""
         stream = sending.stream
         with ExitStack() as pin:
-            async with self._turn:
+            async with self._in_turn(sending):
                 self._check_there(sending)
                 pin.enter_context(self._pinned(stream))
                 await self._send_full_blocks(sending, pair)
@@ -170,7 +178,7 @@ class Migrations:
     async def _push_up_to(self, sending: _Sending, pair: SendingPair, end: int) -> None:
         """In pieces, so that a paused stream waits for one of them at most."""
         while (sent := sending.transfer.sent_tokens) < end:
-            await self._nobody_paused.wait()
+            await self._in_time(sending, self._nobody_paused.wait)
             await self._push(sending, pair, min(end, sent + _PIECE_TOKENS))
 
     async def _push(self, sending: _Sending, pair: SendingPair, end: int) -> None:
@@ -193,6 +201,26 @@ class Migrations:
             raise KvTransferError("the stream has ended")
         if not stream.complete or stream.computed < sending.message.target.num_prompt_tokens:
             raise KvTransferError("the stream was preempted: its KV is not there")
+
+    @asynccontextmanager
+    async def _in_turn(self, sending: _Sending) -> AsyncIterator[None]:
+        """Full blocks of one stream alone are sent inside. Raises KvTransferError if the others take too long."""
+        await self._in_time(sending, self._turn.acquire)
+        try:
+            yield
+        finally:
+            self._turn.release()
+
+    async def _in_time(self, sending: _Sending, wait: Callable[[], Awaitable[object]]) -> None:
+        """Wait until full blocks may be sent. Raises KvTransferError if it is too late for them."""
+        late = KvTransferError("sending the stream, and others before it, takes too long")
+        if asyncio.get_running_loop().time() >= sending.deadline:
+            raise late
+        try:
+            async with asyncio.timeout_at(sending.deadline):
+                await wait()
+        except TimeoutError:
+            raise late from None
 
     @contextmanager
     def _pause(self) -> Iterator[None]:

@@ -132,6 +132,8 @@ class Room:
         `displaces`: others may have made room for it.
         """
         kept = self._kept
+        if kept is not None and self._clock() > kept.until:
+            kept = None  # nobody calls `settle` while there is nothing to compute
         if kept is not None and displaces and kept.share == share:
             return self._margin
         return self._spare + self._due_before(share) + (0 if kept is None else kept.num_blocks)

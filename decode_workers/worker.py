@@ -104,7 +104,9 @@ class DecodeWorker:
             None if core.tiers is None else core.tiers.reader,
         )
         core.books.add(self.ledger)
-        self._migrations = Migrations(core.peers, self.ledger, self._scheduler, self._loop, self._send, spawn, changed)
+        self._migrations = Migrations(
+            core.peers, self.ledger, self._scheduler, self._loop, self._send, spawn, changed, limits.lease_s
+        )
         core.add(self)
 
     def _new_speculator(self) -> Speculator | None:

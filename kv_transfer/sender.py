@@ -4,8 +4,10 @@
 
 A push is what one prefill step adds to the transfers of one decode worker. It is announced before the step computes, so
 that decode has posted its receives by the time the first layers are there, and these travel while the next are computed.
-What was cached goes before it, and a decode worker whose streams migrate pushes what its steps have computed before.
-Pushes leave in the order of their announcements: one pump task per pair and one thread per lane see to it.
+One push at most is announced ahead of the one that is being sent: what decode has posted has to be sent, also when nobody
+waits for it any more. What was cached goes before a step's push, and a decode worker whose streams migrate pushes what its
+steps have computed before. Pushes leave in the order in which they were queued: one pump task per pair and one thread per
+lane see to it.
 
 Who frees: nobody here. The worker keeps its blocks until `push` and `commit` have returned or raised. A pair that
 fails once is broken for good: everything on it raises KvTransferError, and the next request opens a new pair.
@@ -15,9 +17,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from kv_transfer.lanes import SendLane, SendRank
 from kv_transfer.rendezvous import offer
@@ -49,6 +52,8 @@ PIECE_TOKENS = 2048
 """Tokens of one push of KV that was there before, at most: by them go the buffers of both sides, the time that a message takes,
 and how soon a sender hears that nobody waits any more.
 """
+_MOST_ANNOUNCED = 2
+"""Pushes that decode has heard of, at most: the one that is being sent, and the next."""
 
 
 @dataclass
@@ -63,7 +68,8 @@ class OutgoingTransfer:
     sent_tokens: int = field(init=False)
     """Number of leading tokens that were sent, those included that decode held already or does not need."""
     refused: bool = False
-    """Decode no longer has the ticket, or no room for what was added to it: nothing more is sent."""
+    """Decode no longer has the ticket, or no room for what was added to it, or the transfer was aborted here: nothing more is
+    announced."""
 
     def __post_init__(self) -> None:
         self.sent_tokens = self.ticket.sent_from
@@ -95,8 +101,9 @@ class PushPart:
 class _Push:
     step: int
     parts: Sequence[PushPart]
-    posted: asyncio.Task[object]
     done: asyncio.Future[None]
+    posted: asyncio.Task[object] | None = None
+    """Decode's answer to the announcement. None before that, and if nothing of the push is wanted any more."""
 
 
 class SendingPair:
@@ -119,7 +126,10 @@ class SendingPair:
         self._lease_s = lease_s
         self._heartbeat_s = heartbeat_s
         self._lanes: list[SendLane] = []
+        self._unannounced: deque[_Push] = deque()
         self._pushes: asyncio.Queue[_Push] = asyncio.Queue()
+        """Those that were announced, and wait for the lanes."""
+        self._num_announced = 0
         self._tasks: list[asyncio.Task[None]] = []
         self.broken = False
         self.pushes_in_flight = 0
@@ -161,8 +171,8 @@ class SendingPair:
         return pair
 
     def push(self, step: int, parts: Sequence[PushPart]) -> asyncio.Future[None]:
-        """Announce what step `step` computes, and queue it. The future ends when the last byte has left, or with
-        KvTransferError.
+        """Queue what step `step` computes; it is announced at once, or when there is little before it. The future ends when
+        the last byte has left, or with KvTransferError.
         """
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
@@ -170,10 +180,9 @@ class SendingPair:
         if self.broken:
             done.set_exception(self._lost())
             return done
-        segments = tuple(part.segment() for part in parts)
-        announce = self._caller.ask(lambda call_id: PushAnnounce(call_id, segments), self._lease_s)
         self.pushes_in_flight += 1
-        self._pushes.put_nowait(_Push(step, parts, asyncio.create_task(announce), done))
+        self._unannounced.append(_Push(step, parts, done))
+        self._announce()
         return done
 
     async def commit(self, transfer: OutgoingTransfer) -> None:
@@ -198,7 +207,8 @@ class SendingPair:
         expect(answer, Committed)
 
     def abort(self, transfer: OutgoingTransfer) -> None:
-        """Tell decode that no more of this transfer will come. A broken pair has told it by being broken."""
+        """Announce no more of this transfer, and tell decode so. A broken pair has told it by being broken."""
+        transfer.refused = True
         try:
             self._caller.send(TransferAbort(transfer.ticket.ticket_id, transfer.ticket.transfer_id))
         except TandemError:
@@ -211,20 +221,29 @@ class SendingPair:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._caller.close()
-        while not self._pushes.empty():
-            self._fail(self._pushes.get_nowait())
+        self._fail_queued()
         lanes, self._lanes = self._lanes, []
         await asyncio.gather(*(lane.close() for lane in lanes))
 
+    def _announce(self) -> None:
+        """Announce the next pushes, as far as may be ahead, without what is not wanted any more."""
+        while self._unannounced and self._num_announced < _MOST_ANNOUNCED:
+            push = self._unannounced.popleft()
+            wanted = [part for part in push.parts if not part.transfer.refused]
+            if wanted or not push.parts:
+                segments = tuple(part.segment() for part in wanted)
+                push.posted = asyncio.create_task(self._caller.ask(partial(PushAnnounce, segments=segments), self._lease_s))
+            push.parts = wanted
+            self._num_announced += 1
+            self._pushes.put_nowait(push)
+
     async def _pump(self) -> None:
-        """Send pushes in the order in which they were announced."""
+        """Send pushes in the order in which they were queued."""
         while True:
             push = await self._pushes.get()
             try:
-                posted = expect(await push.posted, PushPosted)
-                for number, part in enumerate(push.parts):
-                    part.transfer.refused |= number in posted.refused
-                await self._send(push)
+                if push.posted is not None:
+                    await self._send(push, expect(await push.posted, PushPosted).refused)
             except (TransportError, TandemError) as error:
                 log.warning("KV channel to %s broke: %s", self.peer.worker_id, error)
                 self._break(push)
@@ -237,11 +256,15 @@ class SendingPair:
                 self._break(push)
                 return
             self.pushes_in_flight -= 1
+            self._num_announced -= 1
             push.done.set_result(None)
+            self._announce()
 
-    async def _send(self, push: _Push) -> None:
-        """On all lanes at once. Raises TransportError when all have ended, if one has failed."""
-        parts = [part for part in push.parts if not part.transfer.refused]
+    async def _send(self, push: _Push, refused: Sequence[int]) -> None:
+        """Send what decode waits for on all lanes at once. Raises TransportError when all have ended, if one has failed."""
+        for number in refused:
+            push.parts[number].transfer.refused = True
+        parts = [part for number, part in enumerate(push.parts) if number not in refused]
         if not parts:
             return
         spans = [part.span() for part in parts]
@@ -278,12 +301,18 @@ class SendingPair:
         """This push has failed, and so have all after it."""
         self.broken = True
         self._fail(push)
-        while not self._pushes.empty():
-            self._fail(self._pushes.get_nowait())
+        self._fail_queued()
         self._caller.close()
 
+    def _fail_queued(self) -> None:
+        while not self._pushes.empty():
+            self._fail(self._pushes.get_nowait())
+        while self._unannounced:
+            self._fail(self._unannounced.popleft())
+
     def _fail(self, push: _Push) -> None:
-        push.posted.cancel()
+        if push.posted is not None:
+            push.posted.cancel()
         self.pushes_in_flight -= 1
         if not push.done.done():
             push.done.set_exception(self._lost())

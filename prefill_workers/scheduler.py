@@ -170,12 +170,12 @@ class PrefillScheduler:
 
     def plan(self) -> list[PlannedChunk]:
         """The chunks of the next step: one of at most `max_batch_tokens` tokens, or several of at most `saturation_tokens` in
-        all.
+        all, with at most SAMPLED_TOKENS rows of logits.
 
         Counts their tokens as computed.
         """
         chunks: list[PlannedChunk] = []
-        room = self._max_batch_tokens
+        room, rows = self._max_batch_tokens, SAMPLED_TOKENS
         blocks_lack = False
         order = self._in_order()
         between = self._between(order)
@@ -186,12 +186,13 @@ class PrefillScheduler:
             start = prompt.computed or hit * self._block_size
             most = min(self._max_batch_tokens, SAMPLED_TOKENS) if prompt.whole else self._max_batch_tokens
             num_tokens = min(most - start % most, len(prompt.token_ids) - start)
-            if num_tokens > room or len(chunks) == SAMPLED_TOKENS:
+            wanted_rows = num_tokens if prompt.whole else 1
+            if num_tokens > room or wanted_rows > rows:
                 break
             if not self._has_blocks(prompt, start + num_tokens) if prompt.block_table else not self._start(prompt, hit):
                 blocks_lack = True  # what would free them may be behind it
                 continue
-            room = min(room, self._shared_tokens) - num_tokens
+            room, rows = min(room, self._shared_tokens) - num_tokens, rows - wanted_rows
             prompt.computed = start + num_tokens
             chunks.append(PlannedChunk(prompt, start, num_tokens, last=prompt.remaining == 0))
         self._cache.lacking = blocks_lack

@@ -38,8 +38,7 @@ from protocol.ticket import reserved_tokens
 from router.dispatch.claim import Claim, Placed, PromptWork
 from router.dispatch.journal import Journal
 from router.dispatch.line import Place, WaitingLine
-from router.dispatch.links import WorkerLink
-from router.dispatch.reservation import Reservation, Room, reserve
+from router.dispatch.reservation import Asking, Reservation, Room, reserve
 from router.dispatch.revisions.watch import RolloutWatch
 from router.dispatch.roster import Roster
 from router.dispatch.status import needed_roles
@@ -95,24 +94,25 @@ class Admission:
         when no room came until `deadline` (the loop's time), or when none would at the present pace. Raises UnavailableError
         when no worker of a role was up until then.
         """
-        self.check_possible(len(journal.token_ids), journal.remaining_tokens)
+        self.check_possible(journal.num_tokens, journal.remaining_tokens)
         cached = await self._cached_parts(journal)
         try:
             with self._placed(journal, deadline, ahead=retried) as place:
                 if place.outranks_front:
                     self._roster.note_change()  # who waits for room at the front lets it look first
+                asking = Asking(journal.num_tokens, journal.scheduling_class)
                 while True:
                     await place.front()
                     self._roster.check_open()
                     seen = self._roster.changes
-                    asked: list[WorkerLink] = []
-                    claim = await self._try(attempt_id, journal, cached, avoid, asked, again=retried)
+                    asking.asked.clear()
+                    claim = await self._try(attempt_id, journal, cached, avoid, asking, again=retried)
                     if claim is not None:
                         place.served = True
                         return claim
-                    if asked and all(journal.scheduling_class in link.claims.turned_away for link in asked):
+                    if asking.asked and all(journal.scheduling_class in link.claims.turned_away for link in asking.asked):
                         place.step_aside()
-                    elif not asked and self._waits_for_a_long_one(len(journal.token_ids)):
+                    elif not asking.asked and self._waits_for_a_long_one(journal.num_tokens):
                         place.let_pass()
                     await self._roster.next_change(seen, deadline)
         except TimeoutError:
@@ -187,7 +187,7 @@ class Admission:
 
     def _cost(self, journal: Journal) -> int:
         """Tokens for which a claim takes KV blocks at once: those to prefill, and the first room of the answer."""
-        return reserved_tokens(len(journal.token_ids), journal.remaining_tokens, self._config.block_size)
+        return reserved_tokens(journal.num_tokens, journal.remaining_tokens, self._config.block_size)
 
     async def _cached_parts(self, journal: Journal) -> CachedParts | None:
         """What asks who has the beginning of the prompt; None if nobody is asked, or nobody has its first block and no other
@@ -212,11 +212,11 @@ class Admission:
         journal: Journal,
         cached: CachedParts | None,
         avoid: Container[str],
-        asked: list[WorkerLink],
+        asking: Asking,
         *,
         again: bool,
     ) -> Claim | None:
-        """A claim if some pair has room now; decode workers are asked in turn, and added to `asked`.
+        """A claim if some pair has room now; decode workers are asked in turn.
 
         `again`: an earlier attempt has failed.
         """
@@ -228,7 +228,7 @@ class Admission:
             search = PairSearch(request, fleet.prefills, fleet.decodes, self._terms)
             last = not any(other in decoding for other in revisions[revisions.index(revision) + 1 :])
             try:
-                claim = await self._try_fleet(attempt_id, journal, cached, search, request, asked, last=last)
+                claim = await self._try_fleet(attempt_id, journal, cached, search, request, asking, last=last)
             except TandemError as error:
                 if revision == roster.view.revision or roster.view.revision not in decoding:
                     raise  # nobody else can say better
@@ -246,7 +246,7 @@ class Admission:
         cached: CachedParts | None,
         search: PairSearch,
         request: PairRequest,
-        asked: list[WorkerLink],
+        asking: Asking,
         *,
         last: bool,
     ) -> Claim | None:
@@ -255,9 +255,8 @@ class Admission:
         while (question := search.next_decode(self._moment())) is not None:
             decode = self._roster.ready_decode(question.worker_id)
             assert decode is not None, "the search knows the workers that are ready"
-            asked.append(decode)
             duty = decode.duty
-            if journal.scheduling_class in decode.claims.turned_away:
+            if not asking.may_ask(decode, asyncio.get_running_loop().time()):
                 continue
             room = Room(
                 token_ids=journal.token_ids,
@@ -269,6 +268,7 @@ class Admission:
             patience_s = lease_s if last and question.last else _IMPATIENCE * lease_s
             reservation = await reserve(decode, attempt_id, journal, room, patience_s)
             if reservation is None:
+                asking.refused(decode, asyncio.get_running_loop().time())
                 continue
             if decode.duty is not duty:  # it has flipped meanwhile, and its ticket may not be what the pair needs
                 reservation.release()
@@ -292,7 +292,7 @@ class Admission:
         if cached is not None:
             cached.look(asyncio.get_running_loop().time())
         return PairRequest(
-            num_tokens=len(journal.token_ids),
+            num_tokens=journal.num_tokens,
             num_prompt_tokens=len(journal.prompt_token_ids),
             need_blocks=blocks_at_once(self._config, self._window, self._cost(journal)),
             tenant=journal.scheduling_class.tenant,

@@ -104,7 +104,7 @@ class Claim:
         self._attempt_id = attempt_id
         self._reservation = reservation
         self._prompt = prompt
-        self._num_tokens = len(journal.token_ids)
+        self._num_tokens = journal.num_tokens
         self._costs = costs
         self._pace = pace
         self._attaching = False

@@ -105,7 +105,7 @@ class Copies:
 
     async def _copy(self, running: Running) -> None:
         journal, block_size = running.journal, self._config.block_size
-        token_ids = journal.token_ids[: (len(journal.token_ids) - 1) // block_size * block_size]
+        token_ids = journal.token_ids[: (journal.num_tokens - 1) // block_size * block_size]
         need_blocks = blocks_at_once(self._config, self._window, reserved_tokens(len(token_ids), 1, block_size))
         target = self.place(running) or self._other(running, need_blocks)
         outcome = "cancelled"

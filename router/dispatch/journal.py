@@ -115,6 +115,11 @@ class Journal:
         return (*self.prompt_token_ids, *self.emitted) if self.emitted else self.prompt_token_ids
 
     @property
+    def num_tokens(self) -> int:
+        """Number of tokens of prompt and answer so far."""
+        return len(self.prompt_token_ids) + len(self.emitted)
+
+    @property
     def num_generated(self) -> int:
         """Number of tokens of the answer that were emitted."""
         return len(self.emitted)

@@ -104,9 +104,11 @@ class Migrator:
             if running.claim.decode in leaving:
                 need_blocks = self._need_blocks(running)
                 target = self._target(running, need_blocks)
-                if target is not None:
-                    reason = "drain" if running.claim.decode.duty.does(Role.DECODE) else "flip"
-                    self._begin(running, target, need_blocks, reason)
+                if target is None:  # loads change many times a second, and there may be many streams
+                    running.retry_at = asyncio.get_running_loop().time() + _FIRST_RETRY_S
+                    continue
+                reason = "drain" if running.claim.decode.duty.does(Role.DECODE) else "flip"
+                self._begin(running, target, need_blocks, reason)
 
     def _target(self, running: Running, need_blocks: int) -> WorkerLink | None:
         """The worker that has a copy of the stream, or else the one with the most room; None if none has room."""
@@ -149,7 +151,7 @@ class Migrator:
 
     def _need_blocks(self, running: Running) -> int:
         journal = running.journal
-        tokens = reserved_tokens(len(journal.token_ids) - 1, journal.remaining_tokens + 1, self._config.block_size)
+        tokens = reserved_tokens(journal.num_tokens - 1, journal.remaining_tokens + 1, self._config.block_size)
         return blocks_at_once(self._config, self._window, tokens)
 
     def _begin(self, running: Running, target: WorkerLink, need_blocks: int, reason: str) -> None:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 
 from protocol.errors import OverloadedError, TenantFullError, UnavailableError
 from protocol.messages import Reserve, Ticket
 from router.dispatch.journal import Journal
 from router.dispatch.links import WorkerLink
+from router.rules.fair_queue import SchedulingClass
 from router.rules.shares import share_of
 from telemetry.logging import fields
 
 log = logging.getLogger(__name__)
+
+_PAUSE_S_PER_TOKEN = 4e-6
+_LONGEST_PAUSE_S = 0.5
+"""Less than a worker keeps room that it has made for a newcomer (`decode_workers.room`)."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,36 @@ class Reservation:
         """Give the ticket back, also when the worker is gone."""
         self.decode.calls.release(self.ticket.ticket_id)
         self.decode.claims.done(self.num_blocks)
+
+
+@dataclass
+class Asking:
+    """The decode workers that one attempt asks for room, look after look.
+
+    One that has refused is left alone for a while that goes by the number of tokens: it decodes and hashes them all each time,
+    beside its steps, and reports its load many times a second.
+    """
+
+    num_tokens: int
+    scheduling_class: SchedulingClass
+    asked: list[WorkerLink] = field(default_factory=list)
+    """Those that the present look has come to, whether they were asked or left alone."""
+    _refusals: dict[WorkerLink, tuple[float, bool]] = field(default_factory=dict)
+    """When each refused, and whether that was for the tenant's own streams."""
+
+    def may_ask(self, decode: WorkerLink, now: float) -> bool:
+        """Come to a worker at a time in seconds, and tell whether to ask it."""
+        self.asked.append(decode)
+        refused_at, for_tenant = self._refusals.get(decode, (-math.inf, False))
+        if now - refused_at >= min(_PAUSE_S_PER_TOKEN * self.num_tokens, _LONGEST_PAUSE_S):
+            return self.scheduling_class not in decode.claims.turned_away
+        if for_tenant:
+            decode.claims.turn_away(self.scheduling_class)  # a report since then does not say otherwise
+        return False
+
+    def refused(self, decode: WorkerLink, now: float) -> None:
+        """Note that the worker has granted nothing."""
+        self._refusals[decode] = now, self.scheduling_class in decode.claims.turned_away
 
 
 async def reserve(decode: WorkerLink, attempt_id: str, journal: Journal, room: Room, patience_s: float) -> Reservation | None:

@@ -199,7 +199,11 @@ class Roster:
         ]
 
     async def next_change(self, seen: int, deadline: float) -> None:
-        """Wait until `changes` differs from `seen`. Raises TimeoutError at `deadline` (the loop's time)."""
+        """Wait until `changes` differs from `seen`. Raises TimeoutError at `deadline` (the loop's time) and later, also if
+        something has changed: on a busy router something always has.
+        """
+        if asyncio.get_running_loop().time() >= deadline:
+            raise TimeoutError
         if self.changes == seen:
             async with asyncio.timeout_at(deadline):
                 await self._changed.wait()

@@ -47,8 +47,8 @@ _LONGEST_HOLD_S = 24 * 3600.0
 _LOOKS_PER_LEASE = 4
 
 _ATTACH_LEASES = 3
-_SEND_LEASES = 6
-"""So long may a stream wait for its turn and be sent: each of its pushes has a lease."""
+SEND_LEASES = 6
+"""Number of leases in which a stream has its turn and is sent. A source that could not says so sooner."""
 
 _Answer = TypeVar("_Answer")
 
@@ -109,7 +109,7 @@ class WorkerCalls:
         Raises the worker's refusal: then it goes on with the stream. Raises UnavailableError if it didn't answer: then the
         stream has failed, for nobody knows where it is.
         """
-        deadline_s = _SEND_LEASES * self._lease_s
+        deadline_s = SEND_LEASES * self._lease_s
         try:
             async with asyncio.timeout(deadline_s):
                 answer = await self._connection.ask(lambda call_id: Migrate(call_id, ticket_id, target), 2 * deadline_s)
@@ -124,7 +124,7 @@ class WorkerCalls:
 
         Raises the worker's refusal, or UnavailableError if it didn't answer. Neither touches the stream.
         """
-        deadline_s = _SEND_LEASES * self._lease_s
+        deadline_s = SEND_LEASES * self._lease_s
         answer = await self._connection.ask(lambda call_id: Copy(call_id, ticket_id, target), deadline_s)
         self._expect(answer, Copied)
 

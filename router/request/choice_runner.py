@@ -88,9 +88,7 @@ class ChoiceRunner:
                     latest = now
                     metrics.generation_tokens.inc(len(tokens.token_ids))
                     used.generation_tokens.inc(len(tokens.token_ids))
-                    scored = tokens.prompt_logprobs
-                    size = len(scored.chosen + scored.top_ids) if scored else 0
-                    delta = await self._threads.offload(tenant, size, text.push, tokens)
+                    delta = await self._threads.offload(tenant, _size_of(tokens, text.weight), text.push, tokens)
                     if delta.finish_reason is not None:
                         outcome.append(delta.finish_reason)
                         times.finish = now
@@ -152,6 +150,13 @@ class ChoiceRunner:
         self._metrics.e2e_request_latency.observe(times.finish - times.arrival)
         if self._demand is not None:
             self._demand.ended(num_tokens, times.finish - times.first_token)
+
+
+def _size_of(tokens: Tokens, weight: int) -> int:
+    """Size of the work of turning these tokens into text: what has waited for a slow client comes at once."""
+    scored = tokens.prompt_logprobs
+    size = len(scored.chosen) + len(scored.top_ids) if scored else 0
+    return size + weight * len(tokens.token_ids) + sum(1 + len(entry.top) for entry in tokens.logprobs)
 
 
 @contextlib.contextmanager

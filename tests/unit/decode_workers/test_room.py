@@ -265,3 +265,24 @@ def test_drafts_get_slots_that_nobody_else_wants() -> None:
     room.want(TWO, 5)
     assert room.draft_slots(stream, own + 1) == own
     assert world.scheduler.preemptions == 0
+
+
+def test_room_is_not_kept_for_a_newcomer_that_has_left_an_idle_worker() -> None:
+    """Nothing is computed any more when the newcomer's second is over, and nobody looks but the next one."""
+    world = World(num_seats=8, num_blocks=100)
+    tickets = [world.attach(48, 200, ONE) for _ in range(4)]
+    for _ in range(40):
+        world.step()
+    assert world.attach(200, 200, TWO) is None
+    world.scheduler.plan()
+    assert world.scheduler.num_preempted, "room is made"
+    for ticket_id in tickets:
+        assert ticket_id is not None
+        world.scheduler.remove(ticket_id)
+        world.ledger.release(ticket_id)
+    world.scheduler.plan()
+    assert world.ledger.num_free == 100
+    three = Share(b"three", 1.0)
+    assert world.attach(280, 100, three) is None, "for a second"
+    world.now += 60.0
+    assert world.attach(280, 100, three) is not None

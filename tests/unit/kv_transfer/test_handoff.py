@@ -186,6 +186,34 @@ def test_a_ticket_that_is_gone_is_refused_and_the_others_go_on() -> None:
     asyncio.run(scenario())
 
 
+def test_what_is_queued_of_an_aborted_transfer_is_not_sent() -> None:
+    """But for what decode has posted already. Pushes end in order, and those of others go on."""
+
+    async def scenario() -> None:
+        network = LoopbackNetwork()
+        async with world([network]) as w:
+            pair = await w.pair()
+            ticket, _ = w.decode.ticket(40)
+            next_ticket, _ = w.decode.ticket(8)
+            transfer, next_transfer = OutgoingTransfer(ticket), OutgoingTransfer(next_ticket)
+            network.faults = Faults(delay_s=0.05)
+            pushes = [pair.push(DONE, [PushPart(transfer, range(10), start, 4)]) for start in range(0, 40, 4)]
+            last = pair.push(DONE, [PushPart(next_transfer, [1, 2], 0, 8)])
+            await until(lambda: network.payloads_sent == 1)
+            pair.abort(transfer)
+            await last
+            assert all(push.done() for push in pushes)
+            assert network.payloads_sent <= 1 + 3
+            with pytest.raises(KvTransferError, match="no longer holds"):
+                await pair.commit(transfer)
+            await pair.commit(next_transfer)
+            assert w.decode.committed == [next_ticket.ticket_id]
+            assert pair.pushes_in_flight == 0
+            await pair.close()
+
+    asyncio.run(scenario())
+
+
 def test_an_incomplete_transfer_is_not_committed() -> None:
     async def scenario() -> None:
         async with world([LoopbackNetwork()]) as w:

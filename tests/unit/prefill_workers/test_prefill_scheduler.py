@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from configs.arithmetic import goes_between
 from configs.model_files.kv_window import WHOLE, KvWindow
-from configs.schema import PrefillConfig
+from configs.schema import SAMPLED_TOKENS, PrefillConfig
 from engine.memory.prefix_cache import PrefixCache
 from prefill_workers.scheduler import PlannedChunk, PrefillScheduler, Prompt
 from tests.unit.counted_keys import CountedKeys
@@ -406,3 +406,17 @@ def test_a_windowed_prompt_goes_on_behind_what_is_left_of_it() -> None:
     assert cache.match(prompt.keys) == 0
     assert prompt.cached == 40
     assert cache.num_free == 8
+
+
+def test_no_step_has_more_rows_of_logits_than_memory_is_set_aside_for() -> None:
+    """Prompts that are scored, whose every token is such a row, with others between them."""
+    scheduler = PrefillScheduler(PrefixCache(3000), BLOCK_SIZE, steps_of(2048))
+    for number in range(12):
+        ids = range(1000 * number, 1000 * number + 600)
+        scheduler.add(scheduler.new_prompt(ids, "", whole=True))
+        scheduler.add(scheduler.new_prompt(ids[:20], f"{number}"))
+    computed = 0
+    while plan := step(scheduler):
+        assert sum(chunk.num_tokens if chunk.prompt.whole else 1 for chunk in plan) <= SAMPLED_TOKENS
+        computed += sum(chunk.num_tokens for chunk in plan)
+    assert computed == 12 * (600 + 20)

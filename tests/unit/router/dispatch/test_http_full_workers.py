@@ -7,8 +7,11 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from protocol.errors import OverloadedError
 from protocol.messages import Role
+from router.dispatch import reservation
 
 Run = Callable[..., None]
 TEXT = "one two three four five six seven eight nine ten"
@@ -103,6 +106,26 @@ def test_big_request_is_served_before_small_ones_that_came_later(run_cluster: Ru
         await cluster.clean()
 
     run_cluster(test, total_blocks=10, max_model_len=160)
+
+
+def test_a_worker_that_refuses_is_not_asked_again_with_every_report(run_cluster: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reports its load twenty times a second; a prompt of so many tokens is worth a question every quarter of one."""
+    monkeypatch.setattr(reservation, "_PAUSE_S_PER_TOKEN", 0.25 / 300)
+
+    async def test(cluster: Any) -> None:
+        cluster.says("word " * 500)
+        cluster.script.step_s = 0.01
+        [decode] = cluster.decode
+        running = asyncio.ensure_future(cluster.complete(prompt=prompt(400), max_tokens=200, ignore_eos=True))
+        await cluster.until(lambda: bool(decode.attached))
+        waiting = asyncio.ensure_future(cluster.complete(prompt=prompt(300), max_tokens=16))
+        await cluster.until(lambda: len(decode.reserved) > 1)
+        await asyncio.sleep(1.0)
+        assert 3 <= len(decode.reserved) <= 6
+        assert [(await each).status_code for each in (running, waiting)] == [200, 200]
+        await cluster.clean()
+
+    run_cluster(test, total_blocks=40, max_model_len=640, limits=FAST)
 
 
 def test_no_room_in_time_is_429(run_cluster: Run) -> None:
