@@ -26,14 +26,21 @@ def ratios(result: Result, peer: str, case: str) -> list[float]:
 def engine(result: Result, kind: str) -> Sequence[Figure]:
     """Beside vLLM and llama.cpp, each the lowest ratio of some cases and numbers of threads."""
     vllm, llama = f"vLLM {result['versions'].get('vllm', '')}", str(result["versions"].get("llama.cpp", ""))
-    prefill_goal = 1.0 if kind == "amx" else 4.0
-    rows = (
+    rows = [
         ("prefill of 256 and 1,024 tokens / vLLM's", "vllm", PREFILLS, 1.0, vllm),
         ("decode of 1 to 64 at 256 / vLLM's", "vllm", DECODES, 1.2, vllm),
         ("decode of 16 at 1,024 and 1 at 4,096 / vLLM's", "vllm", LONG_DECODES, 1.2, vllm),
-        ("decode of 1 at 256 / llama.cpp's", "llama.cpp", DECODES[:1], 1.2, llama),
-        ("prefill of 256 and 1,024 tokens / llama.cpp's", "llama.cpp", PREFILLS, prefill_goal, llama),
-    )
+    ]
+    if kind == "avx2":
+        rows += [
+            ("AVX2: decode of 1 at 256 / llama.cpp's", "llama.cpp", DECODES[:1], 0.8, llama),
+            ("AVX2: decode of 8 and 16 at 256 / llama.cpp's", "llama.cpp", DECODES[1:3], 1.1, llama),
+        ]
+    else:
+        rows += [
+            ("decode of 1 at 256 / llama.cpp's", "llama.cpp", DECODES[:1], 1.2, llama),
+            ("prefill of 256 and 1,024 tokens / llama.cpp's", "llama.cpp", PREFILLS, 1.0 if kind == "amx" else 4.0, llama),
+        ]
     figures = []
     for name, peer, cases, goal, version in rows:
         if found := [ratio for case in cases for ratio in ratios(result, peer, case)]:
