@@ -18,6 +18,8 @@ class Aim:
     """Names of results as in the catalogue, and beginnings of the names of their figures."""
     tests: tuple[str, ...] = ()
     """Files of tests that keep it."""
+    kind: str = ""
+    """The one kind of processor that it is for, as in the names of results; empty is every kind that counts."""
     absent: str = ""
     """What of it has no figure and no test, and why."""
 
@@ -41,7 +43,8 @@ AIMS: dict[str, tuple[Aim, ...]] = {
         ),
         Aim(
             "With AVX2, decode is 0.8 (one sequence) and 1.1 times (8 and 16) as fast as llama.cpp's",
-            _figures("engine", "AVX2: decode"),
+            _figures("engine", "AVX2: "),
+            kind="avx2",
         ),
         Aim("Full servers with 16 streams make 1.3 times vLLM's tokens/s", _figures("throughput", "one prefill and")),
         Aim(

@@ -34,16 +34,17 @@ class Row:
 
 def rows_of(aim: Aim, results: Sequence[Result]) -> list[Row]:
     """Return what is known about a goal. Kinds of processor that have no figure are rows, too."""
-    return [row for result, name in aim.figures for row in _rows(result, name, results)]
+    return [row for result, name in aim.figures for row in _rows(result, name, results, aim.kind)]
 
 
-def _rows(result: str, name: str, results: Sequence[Result]) -> Iterator[Row]:
-    of = [each for each in results if each.part.result == result]
+def _rows(result: str, name: str, results: Sequence[Result], only: str) -> Iterator[Row]:
+    of = [each for each in results if each.part.result == result and only in ("", each.kind)]
     for each in of:
         for figure in each.figures:
             if name in figure.name and figure.goal is not None:
                 yield Row(KIND_NAMES.get(each.kind, each.machine), figure, each)
-    kinds = KINDS if result in PER_PROCESSOR else {"": "any processor"}
+    counted = {only: KIND_NAMES[only]} if only else KINDS
+    kinds = counted if result in PER_PROCESSOR else {"": "any processor"}
     found = {each.kind for each in of if any(name in figure.name for figure in each.figures)}
     yield from (Row(where) for kind, where in kinds.items() if kind not in found)
 

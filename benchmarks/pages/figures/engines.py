@@ -33,8 +33,8 @@ def engine(result: Result, kind: str) -> Sequence[Figure]:
     ]
     if kind == "avx2":
         rows += [
-            ("AVX2: decode of 1 at 256 / llama.cpp's", "llama.cpp", DECODES[:1], 0.8, llama),
-            ("AVX2: decode of 8 and 16 at 256 / llama.cpp's", "llama.cpp", DECODES[1:3], 1.1, llama),
+            ("AVX2: decode of one / llama.cpp's", "llama.cpp", DECODES[:1], 0.8, llama),
+            ("AVX2: decode of 8 and 16 / llama.cpp's", "llama.cpp", DECODES[1:3], 1.1, llama),
         ]
     else:
         rows += [

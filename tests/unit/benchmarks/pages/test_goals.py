@@ -55,6 +55,13 @@ def test_what_was_not_measured_is_a_row() -> None:
     assert rows_of(Aim("x", (("scale", "simulated"),)), []) == [Row("any processor")]
 
 
+def test_a_goal_of_one_kind_of_processor_has_no_rows_of_others() -> None:
+    aim = Aim("TTFT", (("overhead", "TTFT above"),), kind="avx2")
+    results = [overhead("avx512_bf16", 100.0, 9.0), overhead("avx2", 100.0, 9.0)]
+    assert [(row.where, row.result) for row in rows_of(aim, results)] == [("any with AVX2", results[1])]
+    assert rows_of(aim, results[:1]) == [Row("any with AVX2")]
+
+
 def test_a_goal_is_met_only_if_all_of_its_figures_are() -> None:
     aim = Aim("TTFT", (("overhead", "TTFT above"), ("overhead", "processor time")))
     good, bad = overhead("avx512_bf16", 100.0, 1.0), overhead("amx", 100.0, 9.0)
