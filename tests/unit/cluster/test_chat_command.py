@@ -7,12 +7,13 @@ import os
 import pty
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import pytest
+
+from tests.unit.http_servers import serving, url_of
 
 WAIT_S = 30.0
 ANSWER = {"choices": [{"delta": {"content": "5 € \u201cso\u201d"}}]}
@@ -43,12 +44,8 @@ class _Model(BaseHTTPRequestHandler):
 @pytest.fixture
 def url() -> Iterator[str]:
     _Model.models, _Model.asked = {"data": [{"id": "m"}]}, []
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Model) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    with serving(_Model) as server:
+        yield url_of(server)
 
 
 def command(url: str, *flags: str | bytes) -> list[str | bytes]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import io
 import json
 import socket
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from configs.schema import ClusterConfig, HttpConfig
 from protocol.cluster_view import ClusterView, WorkerInfo, WorkerState
 from protocol.errors import ConfigError, InvalidRequestError, OverloadedError, UnavailableError
 from protocol.messages import Role
+from tests.unit.http_servers import serving, url_of
 
 
 def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str, code: int = MENDABLE) -> str:
@@ -309,12 +309,8 @@ class _Server(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def api_url() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Server) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    with serving(_Server) as server:
+        yield url_of(server)
 
 
 @pytest.fixture

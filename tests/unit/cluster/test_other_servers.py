@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import io
 import json
-import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from cluster.commands.chat import Conversation, converse
 from cluster.commands.lib import http_client
 from cluster.commands.lib.http_client import ApiClient
 from protocol.errors import UnavailableError
+from tests.unit.http_servers import serving, url_of
 
 
 class _Other(BaseHTTPRequestHandler):
@@ -46,12 +46,8 @@ class _Other(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Other) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    with serving(_Other) as server:
+        yield url_of(server)
 
 
 @pytest.mark.parametrize("command", [["status"], ["audit"], ["top", "--once"], ["rollout", "--abort"], ["cache", "reset"]])

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from cluster.commands.lib.interrupts import undone_when_ended
+from tests.unit.http_servers import serving
 
 WAIT_S = 30.0
 PROGRAM = """
@@ -56,12 +57,8 @@ class _Cluster(BaseHTTPRequestHandler):
 @pytest.fixture
 def cluster() -> Iterator[ThreadingHTTPServer]:
     _Cluster.orders, _Cluster.asked = [], threading.Event()
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Cluster) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
+    with serving(_Cluster) as server:
         yield server
-        server.shutdown()
-        thread.join()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

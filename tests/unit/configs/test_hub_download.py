@@ -22,6 +22,7 @@ from huggingface_hub import constants
 from configs.model_files.hf_hub import fetch_snapshot
 from configs.model_files.hub_download import download
 from protocol.errors import ConfigError, UnavailableError
+from tests.unit.http_servers import serving
 
 COMMIT = "0" * 40
 FILES = {"config.json": b"{}", "model.safetensors": b"weights"}
@@ -75,17 +76,13 @@ class _Hub(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadingHTTPServer]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Hub) as server:
+    with serving(_Hub) as server:
         server.asked = threading.Event()  # type: ignore[attr-defined]
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
         monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
         monkeypatch.setenv("HF_HUB_OFFLINE", "0")
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
         yield server
-        server.shutdown()
-        thread.join()
 
 
 def test_a_model_is_downloaded(hub: ThreadingHTTPServer) -> None:
