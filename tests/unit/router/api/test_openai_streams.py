@@ -78,7 +78,7 @@ def test_the_end_comes_after_the_call() -> None:
     assert kinds.count("tool_calls.function.arguments.done") == 1
 
 
-@pytest.mark.parametrize("order", permutations(range(3)))
+@pytest.mark.parametrize("order", list(permutations(range(3))))
 def test_choices_open_in_their_order(order: Sequence[int]) -> None:
     async def choices() -> AsyncGenerator[Delta, None]:
         for index in order:
