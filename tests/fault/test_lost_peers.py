@@ -106,10 +106,15 @@ async def reach(scene: Scene, router: ScriptedRouter, phase: str) -> asyncio.Tas
     ticket = await router.reserve(PROMPT, answer)
 
     async def request() -> None:
-        first = await router.compute(ticket, PROMPT, greedy(answer))
-        if phase == "handed over":
-            return
-        await router.attach(ticket, first, greedy(answer))
+        try:
+            first = await router.compute(ticket, PROMPT, greedy(answer))
+            if phase == "handed over":
+                return
+            await router.attach(ticket, first, greedy(answer))
+        except BaseException:
+            # A peer that was stopped before it heard of the push keeps the ticket for as long as the router is there.
+            router.release(ticket)
+            raise
 
     task = asyncio.create_task(request())
     if phase == "pushing":

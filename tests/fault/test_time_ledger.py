@@ -62,8 +62,9 @@ def test_stages_are_the_wall_time(two_workers: Factory) -> None:
             assert least - ROUNDING_S <= sum(stages.values()) <= most + ROUNDING_S
             assert all(stages[stage] > 0 for stage in ("queue", "prefill_queue", "prefill", "decode_step"))
             busy_s = workers.decode.core.load().busy_s - engine_began
-            # The first step may have begun before the router has heard that it may.
-            assert busy_s <= stages["decode_step"] + stages["handoff_wait"], "what the engine computed is inside of the steps"
+            # A step may begin before the router has heard that it may, or of the step before it: so much of it is in no step.
+            heard = sum(stages[stage] for stage in ("handoff_wait", "decode_queue", "decode_step", "decode_gap"))
+            assert busy_s <= heard, "what the engine computed is inside of what the router saw of decoding"
             assert len(times.token_gaps) == 119
             assert sum(times.token_gaps) <= most
             await workers.until(workers.all_free)
