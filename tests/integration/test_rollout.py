@@ -185,6 +185,7 @@ def real(serve: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) ->
     return served
 
 
+@pytest.mark.timeout(400)
 def test_sixteen_streams_notice_nothing_of_a_good_configuration(real: Any) -> None:
     expected = run_all(variants(real, 16, 300))
     real.until(real.clean, 20)

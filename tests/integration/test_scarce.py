@@ -111,6 +111,7 @@ def test_a_memory_tier_that_does_not_fit_is_refused_with_what_to_do(small_tandem
 
 
 @own_mounts
+@pytest.mark.timeout(400)
 def test_streams_go_on_while_disk_and_tiers_are_full(small_tandem: str, serve: Callable[..., Any]) -> None:
     """/tmp, where Ray's and our logs, HAProxy's files and the counts are, and both tiers: not a byte can be written."""
     flags = ("--kv-offloading-size", "0.05", "--kv-offloading-dir", "/tmp/kv", "--kv-offloading-disk-size", "0.05")

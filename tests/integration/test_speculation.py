@@ -103,6 +103,7 @@ def expected(guessing: Any) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.timeout(400)
 def test_every_answer_is_the_same(guessing: Any, expected: list[dict[str, Any]]) -> None:
     requests = requests_of_every_kind()
     for answers in ([ask(guessing.url, request) for request in requests], all_at_once(guessing.url, requests)):
