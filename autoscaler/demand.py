@@ -5,30 +5,22 @@ router ──RouterObservation (since its start)──► differences ──► 
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 
+from autoscaler.arrivals import Arrivals
 from protocol.cluster_view import DemandCounts, RouterObservation, WorkerSeen
 from protocol.messages import Role
 
 FRESH_S = 5.0
 """Seconds after which a router that has told nothing has ended."""
-SLOW_S = 60.0
-"""Window of shares."""
-_RATES_S = tuple(10.0 * 2**power for power in range(9))
-"""Windows of the rate, up to 43 minutes. The longest one counts in which the rate has not changed."""
-_LONGEST_START_S = 40.0
-"""Windows as long as this count however long a start takes."""
+_SLOW_S = 60.0
+"""Window of the latest shares."""
 LENGTHS_S = 900.0
-"""Window of lengths and of the share that is computed."""
+"""Window of lengths, of the share that is computed, and of shares lately."""
 _FEW = 20
 """Fewer requests than this give no share."""
-_NO_CHANCE = 14.0
-"""So small is the logarithm of the chance of what counts as a change, by Chernoff's bound for a Poisson number: one false alarm
-in weeks."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +64,20 @@ class RoleState:
 
 
 @dataclass(frozen=True)
+class InTime:
+    """Shares of what was within a limit. None where there was little."""
+
+    latest: float | None
+    """Of the last minute."""
+    lately: float | None
+    """Of the last quarter of an hour."""
+
+    def missed(self, attainment: float) -> bool:
+        """Whether the limit is missed, and has been. A minute of a few dozen requests may be under any share by chance."""
+        return all(share is not None and share < attainment for share in (self.latest, self.lately))
+
+
+@dataclass(frozen=True)
 class Demand:
     """What is asked of the cluster, and how well it answers."""
 
@@ -81,9 +87,9 @@ class Demand:
     """None before the first answer has ended."""
     waiting: int
     """Requests that wait at routers."""
-    ttft_share: float | None
-    """Share of the latest first tokens that were in time; None where there were few."""
-    tpot_share: float | None
+    first_tokens: InTime
+    paced: InTime
+    """Answers whose mean time per token was within the limit."""
     roles: Mapping[Role, RoleState]
     prefill_s: float | None
     """Seconds of computation for each prompt token that prefill workers have computed lately; None where they computed none."""
@@ -139,46 +145,17 @@ class _Window:
         return _Totals.of(self._sums)
 
 
-class _Arrivals:
-    """How many requests have arrived in the latest seconds, up to the longest window. Those of one second count as one."""
-
-    def __init__(self) -> None:
-        self._times: list[float] = []
-        self._totals: list[int] = []
-        """Number of requests until each of the times."""
-        self._forgotten = 0
-
-    def add(self, count: int, now: float) -> None:
-        if not count:
-            return
-        if self._times and now - self._times[-1] < 1.0:
-            self._totals[-1] += count
-            return
-        self._totals.append(self._before(len(self._totals)) + count)
-        self._times.append(now)
-        old = bisect_right(self._times, now - _RATES_S[-1])
-        self._forgotten = self._before(old)
-        del self._times[:old], self._totals[:old]
-
-    def latest(self, length_s: float, now: float) -> int:
-        """Number of requests of this many seconds."""
-        return self._before(len(self._totals)) - self._before(bisect_right(self._times, now - length_s))
-
-    def _before(self, index: int) -> int:
-        return self._totals[index - 1] if index else self._forgotten
-
-
 class DemandMeter:
     """Takes what routers tell, and says what is asked. Times are seconds on one clock that every call gets."""
 
     def __init__(self, now: float) -> None:
         self.num_arrived = 0
         """Requests that have arrived so far."""
-        self._began = self._asked_at = now
+        self._asked_at = now
         self._routers: dict[str, tuple[float, RouterObservation]] = {}
         self._lives: dict[tuple[str, int], tuple[float, WorkerSeen]] = {}
-        self._slow, self._long = _Window(SLOW_S), _Window(LENGTHS_S)
-        self._arrivals = _Arrivals()
+        self._slow, self._long = _Window(_SLOW_S), _Window(LENGTHS_S)
+        self._arrivals = Arrivals(now)
         self._lengths: Lengths | None = None
 
     def observe(self, seen: RouterObservation, now: float) -> None:
@@ -186,7 +163,7 @@ class DemandMeter:
         self._routers = {name: each for name, each in self._routers.items() if now - each[0] < LENGTHS_S}
         before = self._routers.get(seen.router_id)
         # A router that is heard for the first time may have counted for days.
-        counts = DemandCounts() if before is None else _minus(seen.counts, before[1].counts)
+        since, counts = (now, DemandCounts()) if before is None else (before[0], _minus(seen.counts, before[1].counts))
         self._routers[seen.router_id] = now, seen
         self.num_arrived += counts.arrived
         busy_s, computed = dict.fromkeys(Role, 0.0), dict.fromkeys(Role, 0)
@@ -196,41 +173,27 @@ class DemandMeter:
         totals = _Totals(counts, (busy_s[prefill], busy_s[decode]), (computed[prefill], computed[decode]))
         for window in (self._slow, self._long):
             window.add(now, totals.values())
-        self._arrivals.add(counts.arrived, now)
+        self._arrivals.add(counts.arrived, since, now)
         if counts.arrived or seen.waiting or any(worker.running or worker.waiting for worker in seen.workers):
             self._asked_at = now
 
     def demand(self, now: float, start_s: float = 0.0) -> Demand:
         """What is asked now. What lasts no longer than the start of a worker is no burst: it would come too late."""
         slow = self._slow.total(now)
+        counts = slow.counts, self._long.total(now).counts
         fresh = [seen for at, seen in self._routers.values() if now - at < FRESH_S]
         spent = [busy_s / computed if computed else None for busy_s, computed in zip(slow.busy_s, slow.computed, strict=True)]
         return Demand(
-            rate=self._rate(now, min(start_s, _LONGEST_START_S)),
+            rate=self._arrivals.rate(now, start_s),
             lengths=self._measure_lengths(now),
             waiting=sum(seen.waiting for seen in fresh),
-            ttft_share=_share(slow.counts.first_in_time, slow.counts.first_tokens),
-            tpot_share=_share(slow.counts.in_pace, slow.counts.paced),
+            first_tokens=InTime(*(_share(each.first_in_time, each.first_tokens) for each in counts)),
+            paced=InTime(*(_share(each.in_pace, each.paced) for each in counts)),
             roles={role: self._role_state(role, now) for role in Role},
             prefill_s=spent[0],
             prompt_s=spent[1] if spent[0] is None else spent[0],
             idle_s=now - self._asked_at,
         )
-
-    def _rate(self, now: float, least_s: float) -> float:
-        """Requests per second: the mean of the longest time in which they can be chance that came in its latest parts."""
-        age_s = max(1.0, now - self._began)
-        rate = 0.0
-        latest: list[tuple[int, float]] = []
-        for length_s in _RATES_S:
-            if length_s < least_s:
-                continue
-            count, seconds = self._arrivals.latest(length_s, now), min(length_s, age_s)
-            if any(_is_change(part, count * part_s / seconds) for part, part_s in latest):
-                break
-            rate = count / seconds
-            latest.append((count, seconds))
-        return rate
 
     def _measure_lengths(self, now: float) -> Lengths | None:
         totals = self._long.total(now)
@@ -273,12 +236,6 @@ class DemandMeter:
             return
         busy_s[worker.role] += worker.busy_s - former.busy_s
         computed[worker.role] += max(0, worker.computed_tokens - former.computed_tokens)
-
-
-def _is_change(count: int, expected: float) -> bool:
-    """Whether so many requests, or so few, can't be chance where these are expected."""
-    mean = max(expected, 0.5)
-    return (count * math.log(count / mean) if count else 0.0) - count + mean > _NO_CHANCE
 
 
 def _minus(one: DemandCounts, other: DemandCounts) -> DemandCounts:

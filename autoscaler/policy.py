@@ -8,8 +8,8 @@
 
 A hold lasts as long as a start, and `hold_s` at most. A worker that nobody needs has then cost what it costs to start it again.
 So whatever comes next, this is at most twice what somebody would pay who knew it (the rule for renting or buying skis).
-For less than the present size, the needed number is that of a demand that takes half a worker more: near the edge of a size,
-demand that goes up and down does not make the size do so.
+For less than the present size, the needed number is that of a demand that takes half a worker more, or a little more than half
+where there are many: near the edge of a size, demand that goes up and down does not make the size do so.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from protocol.messages import Role
 
 _FLIP_HOLD = 0.25
 _MOST_NEEDS = 4096
-_SPARE = 0.5
-"""Part of a worker that a smaller size must have to spare."""
+_SPARE, _SPARE_POWER = 0.5, 0.2
+"""A smaller size must have so much of a worker to spare, times the number of workers to this power: an error of a large demand
+is a larger part of a worker."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ class Holds:
 
 def with_spare(workers: int) -> float:
     """So many times the demand that needs this many workers is what a size must be enough for, to be a smaller one."""
-    return 1 + _SPARE / max(1, workers)
+    several = max(1, workers)
+    return 1 + _SPARE * several**_SPARE_POWER / several
 
 
 def decide(

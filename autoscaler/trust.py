@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from autoscaler.capacity import Pace
-from autoscaler.demand import SLOW_S, Demand
+from autoscaler.demand import Demand
 from configs.step_times import StepTimes
 from protocol.messages import Role
 
 _SLOWEST, _FASTEST = 5.0, 0.5
 _LEARN = 0.1
 """What one look changes of what is known."""
+JUDGE_S = 180.0
+"""Limits are judged so often. By then workers that were started for the last judgement have worked off what had waited."""
 _STEP, _MOST = 1.1, 1.5
-_BACK = 0.95
+_BACK = 0.97
+"""Room goes slowly: where it goes as fast as it came, sizes go up and down with it."""
 _FULL_KV = 0.9
 
 
@@ -41,15 +44,15 @@ class Trust:
         return self._pace
 
     def note(self, demand: Demand, now: float) -> None:
-        """Judge, once a window, whether the limits were kept. If not, the queues tell which role is to blame."""
-        if self._judged_at is not None and now - self._judged_at < SLOW_S:
+        """Judge, every `JUDGE_S`, whether the limits were kept. If not, the queues tell which role is to blame."""
+        if self._judged_at is not None and now - self._judged_at < JUDGE_S:
             return
         self._judged_at = now
         late = dict.fromkeys(Role, False)
-        if demand.ttft_share is not None and demand.ttft_share < self._attainment:
+        if demand.first_tokens.missed(self._attainment):
             full = demand.role(Role.DECODE).kv_usage > _FULL_KV or not demand.role(Role.PREFILL).workers
             late[Role.DECODE if full else Role.PREFILL] = True
-        if demand.tpot_share is not None and demand.tpot_share < self._attainment:
+        if demand.paced.missed(self._attainment):
             late[Role.DECODE] = True
         for role, missed in late.items():
             margin = self._margins[role] * (_STEP if missed else _BACK)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoscaler.demand import FRESH_S, DemandMeter
+from autoscaler.demand import FRESH_S, DemandMeter, InTime
 from protocol.cluster_view import DemandCounts, RouterObservation, WorkerSeen
 from protocol.messages import Role
 
@@ -36,7 +36,7 @@ def test_the_rate_is_of_what_came_since() -> None:
     assert meter.num_arrived == 120
     assert demand.lengths is not None
     assert (demand.lengths.prompt_tokens, demand.lengths.answer_tokens) == (100.0, 20.0)
-    assert demand.ttft_share == 1.0
+    assert demand.first_tokens == InTime(1.0, 1.0)
 
 
 def test_a_router_counts_from_where_it_is_heard_first() -> None:
@@ -143,3 +143,14 @@ def test_a_router_that_is_gone_waits_for_nothing() -> None:
     tell(meter, 1.0, 1, waiting=9)
     assert meter.demand(1.5).waiting == 9
     assert meter.demand(1.5 + FRESH_S).waiting == 0
+
+
+def test_a_stall_of_the_controller_is_no_burst() -> None:
+    """What came meanwhile is told at once afterwards, by every router."""
+    meter = DemandMeter(0.0)
+    rates = []
+    for now in (*range(1, 601), *range(660, 721)):
+        for router in ("a", "b"):
+            tell(meter, float(now), 4 * now, router=router)
+        rates.append(meter.demand(float(now)).rate)
+    assert rates[100:] == pytest.approx([8.0] * 561, rel=0.05)
