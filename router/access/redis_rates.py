@@ -36,9 +36,9 @@ _PREFIX = "tandem:rates:"
 class RedisRates:
     """A router.access.rates.RateStore over Redis. Make and close it in the event loop that uses it."""
 
-    def __init__(self, url: str, patience_s: float) -> None:
-        """`patience_s` limits the time that Redis has to accept the connection, and to answer."""
-        self._redis = Redis.from_url(url, socket_timeout=patience_s, socket_connect_timeout=patience_s)
+    def __init__(self, url: str) -> None:
+        """Redis has as much time as whoever waits for `take` gives it: the client's own timeouts count time of being held."""
+        self._redis = Redis.from_url(url, socket_timeout=None, socket_connect_timeout=None)
         self._take = self._redis.register_script(_TAKE)
 
     async def take(self, charges: Sequence[Charge]) -> float:
