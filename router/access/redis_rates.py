@@ -18,6 +18,11 @@ for i, key in ipairs(KEYS) do
   local filled = redis.call('HMGET', key, 'level', 'since')
   local level = per_minute
   if filled[1] then
+    if now < tonumber(filled[2]) then  -- the clock was set back: what is missing flows in from now on, also after a refusal
+      filled[2] = string.format('%.6f', now)
+      redis.call('HSET', key, 'since', filled[2])
+      redis.call('EXPIRE', key, 61)
+    end
     level = math.min(per_minute, filled[1] + math.max(0, now - filled[2]) * per_minute / 60)
   end
   levels[i] = math.min(per_minute, level - amount)

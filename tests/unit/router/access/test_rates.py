@@ -163,3 +163,23 @@ def test_what_redis_said_while_the_router_was_held_counts(redis_url: str) -> Non
             await store.close()
 
     asyncio.run(main())
+
+
+def test_a_clock_of_redis_that_is_set_back_locks_nobody_out(redis_url: str) -> None:
+    name = uuid.uuid4().hex
+
+    async def main() -> None:
+        store = RedisRates(redis_url)
+        try:
+            assert await store.take([Charge(name, 120, 120)]) == 0
+            with redis.Redis.from_url(redis_url) as client:
+                [bucket] = client.keys(f"*{name}*")
+                # The same to the bucket as a clock that goes back by ten minutes.
+                client.hincrbyfloat(bucket, "since", 600)
+            assert await store.take([Charge(name, 120, 1)]) == pytest.approx(0.5, abs=0.1), "what is missing flows in from now"
+            await asyncio.sleep(0.7)
+            assert await store.take([Charge(name, 120, 1)]) == 0
+        finally:
+            await store.close()
+
+    asyncio.run(main())
