@@ -202,7 +202,7 @@ def test_a_good_body_is_let_in_after_a_stall(held_s: float, monkeypatch: pytest.
             await asyncio.sleep(held_s)
             os.kill(pid, signal.SIGCONT)
         else:
-            time.sleep(held_s)
+            asyncio.get_running_loop().call_soon(time.sleep, held_s)
         await checking
         await body_helper.close()
 
