@@ -147,8 +147,9 @@ class BodyHelper:
         if process is None:
             return None
         assert process.stdin is not None
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)  # `process.kill` may reap it, and how it ended would be lost
         ended = await process.wait()
         if not process.stdin.is_closing():
             process.stdin.transport.abort()  # what it has not read is not waited for
