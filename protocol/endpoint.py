@@ -70,18 +70,19 @@ async def answer_within(patience_s: float, asked: Awaitable[_Answer]) -> _Answer
     """Return the answer, or raise what it raises.
 
     Raises TimeoutError when this process has listened for `patience_s` seconds; what was asked is cancelled by then. Time in
-    which the process was held does not count: the answer may lie unread, and is looked for afterwards.
+    which the process was held counts as `patience_s / 16`, however long it was: the answer may lie unread, and is looked for
+    afterwards.
     """
     asking, clock, look_s = asyncio.ensure_future(asked), asyncio.get_running_loop().time, patience_s / _LOOKS
-    num_looks = 0
+    num_looks = 0.0
     try:
         while num_looks < _LOOKS:
             begun = clock()
             await asyncio.wait((asking,), timeout=look_s)
             if asking.done():
                 return asking.result()
-            if clock() - begun < _HELD_LOOKS * look_s:
-                num_looks += 1
+            held = clock() - begun > _HELD_LOOKS * look_s
+            num_looks += 0.25 if held else 1.0  # a process that is held all the time does not wait for ever
     finally:
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)

@@ -87,6 +87,21 @@ def test_an_answer_is_waited_for_no_longer_than_its_patience() -> None:
     run_in_simulated_time(main())
 
 
+def test_a_process_that_is_held_all_the_time_does_not_wait_for_ever() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+
+        def hold() -> None:
+            time.sleep(0.02)
+            loop.call_soon(hold)
+
+        loop.call_soon(hold)
+        with pytest.raises(TimeoutError):
+            await answer_within(0.04, loop.create_future())
+
+    asyncio.run(main())
+
+
 def test_an_answer_may_be_an_error() -> None:
     async def fail() -> None:
         raise ConnectionError("gone")
