@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar
 
 from protocol.errors import ProtocolError
 from protocol.messages import Failed, LoadReport, Ping
@@ -23,12 +23,17 @@ from protocol.wire import PeerGone, WireServer
 
 log = logging.getLogger(__name__)
 
+_Answer = TypeVar("_Answer")
 Handler = Callable[[bytes, Any], None]
 REPORT_GAP_S = 0.05
 """Reports of changes are at least this far apart."""
 
 _HELD_LEASES = 0.75
 """A gap between two looks that long, in leases, is one in which nobody listened. Looks are at most half a lease apart."""
+_LOOKS = 4
+"""Looks within the patience that an answer has."""
+_HELD_LOOKS = 1.5
+"""A wait that long, in waits as they should be, is one in which this process was held."""
 
 
 class Listening:
@@ -59,6 +64,29 @@ class Listening:
     def silent_s(self, heard_at: float) -> float:
         """Seconds of listening up to the latest look in which nothing came from a peer that was last heard at `heard_at`."""
         return self._looked_at - max(heard_at, self._since)
+
+
+async def answer_within(patience_s: float, asked: Awaitable[_Answer]) -> _Answer:
+    """Return the answer, or raise what it raises.
+
+    Raises TimeoutError when this process has listened for `patience_s` seconds; what was asked is cancelled by then. Time in
+    which the process was held counts as `patience_s / 16`, however long it was: the answer may lie unread, and is looked for
+    afterwards.
+    """
+    asking, clock, look_s = asyncio.ensure_future(asked), asyncio.get_running_loop().time, patience_s / _LOOKS
+    num_looks = 0.0
+    try:
+        while num_looks < _LOOKS:
+            begun = clock()
+            await asyncio.wait((asking,), timeout=look_s)
+            if asking.done():
+                return asking.result()
+            held = clock() - begun > _HELD_LOOKS * look_s
+            num_looks += 0.25 if held else 1.0  # a process that is held all the time does not wait for ever
+    finally:
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+    raise TimeoutError
 
 
 class Endpoint:

@@ -19,6 +19,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iter
 from dataclasses import dataclass
 from typing import Any
 
+from protocol.endpoint import answer_within
 from protocol.errors import InvalidRequestError, RateLimitError, TandemError
 from router.access.callers import Caller, Limits
 from router.access.rates import Buckets, Charge, RateStore
@@ -27,7 +28,7 @@ from router.request.usage import Usage
 
 log = logging.getLogger(__name__)
 
-PATIENCE_S = 1.0
+_PATIENCE_S = 1.0
 """Seconds that the keeper of the buckets has to answer."""
 _PAUSE_S = 5.0
 """Seconds for which the keeper is not asked after it failed to answer."""
@@ -158,8 +159,7 @@ class Meter:
         now = time.monotonic()
         if self._store is not None and now >= self._ask_again_at:
             try:
-                async with asyncio.timeout(PATIENCE_S):
-                    return await self._store.take(charges), False
+                return await answer_within(_PATIENCE_S, self._store.take(charges)), False
             except Exception as error:  # noqa: BLE001 (whatever ails it, serving goes on without it)
                 self._ask_again_at = now + _PAUSE_S
                 log.warning("each router keeps to the rate limits by itself: their keeper is away (%s)", type(error).__name__)

@@ -18,6 +18,11 @@ for i, key in ipairs(KEYS) do
   local filled = redis.call('HMGET', key, 'level', 'since')
   local level = per_minute
   if filled[1] then
+    if now < tonumber(filled[2]) then  -- the clock was set back: what is missing flows in from now on, also after a refusal
+      filled[2] = string.format('%.6f', now)
+      redis.call('HSET', key, 'since', filled[2])
+      redis.call('EXPIRE', key, 61)
+    end
     level = math.min(per_minute, filled[1] + math.max(0, now - filled[2]) * per_minute / 60)
   end
   levels[i] = math.min(per_minute, level - amount)
@@ -36,9 +41,9 @@ _PREFIX = "tandem:rates:"
 class RedisRates:
     """A router.access.rates.RateStore over Redis. Make and close it in the event loop that uses it."""
 
-    def __init__(self, url: str, patience_s: float) -> None:
-        """`patience_s` limits the time that Redis has to accept the connection, and to answer."""
-        self._redis = Redis.from_url(url, socket_timeout=patience_s, socket_connect_timeout=patience_s)
+    def __init__(self, url: str) -> None:
+        """Redis has as much time as whoever waits for `take` gives it: the client's own timeouts count time of being held."""
+        self._redis = Redis.from_url(url, socket_timeout=None, socket_connect_timeout=None)
         self._take = self._redis.register_script(_TAKE)
 
     async def take(self, charges: Sequence[Charge]) -> float:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from protocol.audit import Audit, Books
 from protocol.cache.reset import CacheErased, CacheReset
-from protocol.endpoint import Listening
+from protocol.endpoint import answer_within
 from protocol.errors import ProtocolError, TandemError, UnavailableError
 from protocol.messages import (
     Attach,
@@ -44,7 +44,6 @@ tokens of a small model takes an hour of one core, and twice that beside short o
 
 _LONGEST_HOLD_S = 24 * 3600.0
 """Last resort: so long may this process be held while it waits for a ticket."""
-_LOOKS_PER_LEASE = 4
 
 _ATTACH_LEASES = 3
 SEND_LEASES = 6
@@ -189,22 +188,14 @@ class WorkerCalls:
     async def _ask_for_ticket(self, build: Callable[[int], Reserve]) -> Ticket:
         """A worker that doesn't answer within a lease is lost: our heartbeats would keep a ticket that we never heard of.
 
-        If this process was held meanwhile, the answer may lie unread: the worker has a whole lease again.
+        Time in which this process was held does not count: the answer may lie unread.
         """
-        asked_at, listening = time.monotonic(), Listening(self._lease_s)
-        asking = asyncio.ensure_future(self._connection.ask(build, _LONGEST_HOLD_S))
         try:
-            while listening.silent_s(asked_at) < self._lease_s:
-                await asyncio.wait((asking,), timeout=self._lease_s / _LOOKS_PER_LEASE)
-                if asking.done():
-                    return self._expect(asking.result(), Reserved).ticket
-                listening.look()
-        finally:
-            if not asking.done():
-                asking.cancel()
-                await asyncio.wait((asking,))
-        self._connection.lose(f"it did not answer within {self._lease_s:g} s")
-        raise self._connection.lost_error()
+            asking = self._connection.ask(build, _LONGEST_HOLD_S)
+            return self._expect(await answer_within(self._lease_s, asking), Reserved).ticket
+        except TimeoutError:
+            self._connection.lose(f"it did not answer within {self._lease_s:g} s")
+            raise self._connection.lost_error() from None
 
     def _leave_to_itself(self, asking: asyncio.Future[Ticket]) -> None:
         """The request went elsewhere or its client left; should the ticket be granted after all, it is given back."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 from pydantic import TypeAdapter
 
+from protocol.endpoint import answer_within
 from protocol.errors import StreamNotFoundError, StreamTakenError, UnavailableError
 from router.request.answer import Delta
 from router.resume.stream_records import Entry, RecordStore, StreamKey, WriteOutcome
@@ -115,8 +116,7 @@ class Recorder:
 
     async def _known(self, asked: Awaitable[list[bytes] | None]) -> list[bytes]:
         try:
-            async with asyncio.timeout(_PATIENCE_S):
-                chunks = await asked
+            chunks = await answer_within(_PATIENCE_S, asked)
         except Exception as error:  # noqa: BLE001 (whatever ails it, the client may try again)
             log.warning("the keeper of streams is away (%s)", type(error).__name__)
             raise UnavailableError("the keeper of resumable streams is away") from None
@@ -162,8 +162,7 @@ class Recorder:
 
     async def _kept(self, entries: Sequence[Entry]) -> list[WriteOutcome]:
         try:
-            async with asyncio.timeout(_PATIENCE_S):
-                return await self._store.write(entries)
+            return await answer_within(_PATIENCE_S, self._store.write(entries))
         except Exception as error:  # noqa: BLE001 (whatever ails it, serving goes on without it)
             log.warning("streams can't be resumed: their keeper is away (%s)", type(error).__name__)
             return [WriteOutcome.LOST] * len(entries)

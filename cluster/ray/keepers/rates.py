@@ -8,7 +8,6 @@ from typing import Any
 
 from cluster.ray.actors import start_keeper
 from configs.schema import ClusterConfig
-from router.access.meter import PATIENCE_S
 from router.access.rates import Buckets, Charge, RateStore
 from router.access.redis_rates import RedisRates
 
@@ -49,5 +48,5 @@ def start_rate_keeper(config: ClusterConfig, head_resources: dict[str, float]) -
 def rate_store(config: ClusterConfig, keeper: Any | None) -> RateStore | None:
     """Return the store that a router charges its keys with: Redis, the actor, or None without keys. The router closes it."""
     if config.http.redis_url is not None:
-        return RedisRates(config.http.redis_url, PATIENCE_S)
+        return RedisRates(config.http.redis_url)
     return None if keeper is None else RayRates(keeper)

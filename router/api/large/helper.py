@@ -3,7 +3,7 @@
     no process ──a large body──► starting ──► idle ◄──► working on one body
         ▲                                       │              │
         └──── idle for IDLE_S ◄─────────────────┘              │
-        └──── it died, or worked for longer than JOB_S ◄───────┘   an error for that body alone
+        └──── it died, or did not answer in time ◄─────────────┘   an error for that body alone
 
 The process runs `router.api.large.helper_main`. It gets the body, and answers with what is wrong with it or that nothing is.
 What it let pass, the router decodes itself: objects don't cross from one process into another without being decoded again.
@@ -16,13 +16,14 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from protocol.errors import InvalidRequestError, OverloadedError, TandemError
 from router.api.body import Body
-from router.api.large.helper_main import ANSWER_HEAD, JOB_S, REQUEST_HEAD
+from router.api.large.helper_main import ANSWER_HEAD, REQUEST_HEAD, WALL_S
 
 LARGE_BODY_BYTES = 256 * 1024
 """Bodies of more bytes are checked by the helper process first."""
@@ -30,8 +31,12 @@ IDLE_S = 10.0
 MAX_WAITING = 16
 """Bodies that wait for the process; more are refused."""
 _WAIT_S = 10.0
+_ANSWER_S = WALL_S + 2.0
 _START_S = 20.0
 _COMMAND = (sys.executable, "-P", "-m", "router.api.large.helper_main")
+_MACHINES = (None, -signal.SIGKILL, -signal.SIGALRM)
+"""Ends of the process that no body is to blame for: it did not start, it was killed for others' memory, or by the router that
+waited for too long, or it got no processor."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +65,8 @@ class BodyHelper:
     async def check(self, kind: type[Body], data: bytes) -> None:
         """Return if these bytes hold a body of this kind.
 
-        Raises InvalidRequestError if they don't, or if the helper process could not find out; OverloadedError if too many
-        bodies wait for it.
+        Raises InvalidRequestError if they don't, or if that takes too much time or memory to find out; OverloadedError if too
+        many bodies wait for it, or if the machine had no time or memory for it.
         """
         job = _Job(kind.__name__, data, asyncio.get_running_loop().create_future())
         busy = OverloadedError("too many large bodies are being read; try again", retry_after_s=1.0)
@@ -95,9 +100,9 @@ class BodyHelper:
                 try:
                     problem = await self._answer(job)
                 except (OSError, asyncio.IncompleteReadError, TimeoutError):
-                    await self._end()
+                    error = _unanswered(await self._end())
                     if not job.problem.done():
-                        job.problem.set_exception(_unreadable())
+                        job.problem.set_exception(error)
                 else:
                     if not job.problem.done():
                         job.problem.set_result(problem)
@@ -118,7 +123,7 @@ class BodyHelper:
         assert process.stdin is not None
         assert process.stdout is not None
         kind = job.kind.encode()
-        async with asyncio.timeout(2 * JOB_S):
+        async with asyncio.timeout(_ANSWER_S):
             process.stdin.write(REQUEST_HEAD.pack(len(kind), len(job.data)) + kind)
             process.stdin.write(job.data)
             await process.stdin.drain()
@@ -136,18 +141,25 @@ class BodyHelper:
                 await self._process.stdout.readexactly(ANSWER_HEAD.size)
         return self._process
 
-    async def _end(self) -> None:
+    async def _end(self) -> int | None:
+        """How the process ended: its exit code, or minus the signal. None if there was none."""
         process, self._process = self._process, None
-        if process is not None:
-            assert process.stdin is not None
+        if process is None:
+            return None
+        assert process.stdin is not None
+        if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
-            if not process.stdin.is_closing():
-                process.stdin.transport.abort()  # what it has not read is not waited for
-            for _ in range(3):  # turns of the loop in which it closes what is open
-                await asyncio.sleep(0)
+                os.kill(process.pid, signal.SIGKILL)  # `process.kill` may reap it, and how it ended would be lost
+        ended = await process.wait()
+        if not process.stdin.is_closing():
+            process.stdin.transport.abort()  # what it has not read is not waited for
+        for _ in range(3):  # turns of the loop in which it closes what is open
+            await asyncio.sleep(0)
+        return ended
 
 
-def _unreadable() -> TandemError:
+def _unanswered(ended: int | None) -> TandemError:
+    """The error for the body that the process was asked about when it ended so."""
+    if ended in _MACHINES:
+        return OverloadedError("there is no time or memory to read the body now; try again", retry_after_s=1.0)
     return InvalidRequestError("the body takes too much time or memory to read")

@@ -3,7 +3,7 @@
     ready ──► request: kind, body ──► answer: a JSON object of what is wrong, or nothing ──► request ... ──► end of input
 
 It is the child of one router (`router.api.large.helper`), and ends when its input does: whatever ends the router ends it. A
-body that takes longer than JOB_S, or more memory than _MAX_MEMORY, ends the process too; the router starts another.
+body that takes more than JOB_S, or more memory than _MAX_MEMORY, ends the process too; the router starts another.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ REQUEST_HEAD = struct.Struct(">II")
 ANSWER_HEAD = struct.Struct(">I")
 """Bytes of the answer, which follows. A first answer of 0 bytes says that the process is ready."""
 JOB_S = 1.5
-"""Seconds that one body may take."""
+"""Seconds of a processor's time that one body may take."""
+WALL_S = 5.0
+"""Seconds that it may take where others keep the processors busy."""
 _MAX_MEMORY = 2 * 2**30
 _OPERATORS = (AutoscaleBody, CacheBody, DrainBody, FlipBody, RolloutBody, ScaleBody)
 KINDS: dict[str, type[Body]] = {
@@ -53,9 +55,11 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
         data = requests.read(size)
         if len(data) < size:
             return
-        # The signal's default is to end the process, also in the middle of C code.
-        signal.setitimer(signal.ITIMER_REAL, JOB_S)
+        # The signals' default is to end the process, also in the middle of C code.
+        signal.setitimer(signal.ITIMER_PROF, JOB_S)
+        signal.setitimer(signal.ITIMER_REAL, WALL_S)
         answer = problem(KINDS[kind], data)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         answers.write(ANSWER_HEAD.pack(len(answer)) + answer)
         answers.flush()

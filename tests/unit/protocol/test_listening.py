@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+import time
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.endpoint import Listening
+from protocol.endpoint import Listening, answer_within
+from tests.unit.simulated_time import run_in_simulated_time
 
 LEASE_S = 10.0
 gaps = st.one_of(st.floats(0.1, LEASE_S / 2), st.floats(LEASE_S, 1000))
@@ -56,3 +62,49 @@ def test_after_a_gap_a_silent_peer_has_one_whole_lease() -> None:
     clock.now += LEASE_S / 2
     listening.look()
     assert listening.silent_s(heard_at) == listening.listened_s == LEASE_S
+
+
+@pytest.mark.parametrize("held_after_s", [0.01, 0.35])
+def test_an_answer_that_came_while_this_process_was_held_is_heard(held_after_s: float) -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[str] = loop.create_future()
+        threading.Timer(held_after_s + 0.05, loop.call_soon_threadsafe, (answer.set_result, "yes")).start()
+        loop.call_later(held_after_s, time.sleep, 0.6)
+        assert await answer_within(0.4, answer) == "yes"
+
+    asyncio.run(main())
+
+
+def test_an_answer_is_waited_for_no_longer_than_its_patience() -> None:
+    async def main() -> None:
+        never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        with pytest.raises(TimeoutError):
+            await answer_within(2.0, never)
+        assert never.cancelled()
+        assert asyncio.get_running_loop().time() == pytest.approx(2.0)
+
+    run_in_simulated_time(main())
+
+
+def test_a_process_that_is_held_all_the_time_does_not_wait_for_ever() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+
+        def hold() -> None:
+            time.sleep(0.02)
+            loop.call_soon(hold)
+
+        loop.call_soon(hold)
+        with pytest.raises(TimeoutError):
+            await answer_within(0.04, loop.create_future())
+
+    asyncio.run(main())
+
+
+def test_an_answer_may_be_an_error() -> None:
+    async def fail() -> None:
+        raise ConnectionError("gone")
+
+    with pytest.raises(ConnectionError, match="gone"):
+        asyncio.run(answer_within(1.0, fail()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
@@ -294,5 +295,24 @@ def test_what_is_given_back_goes_to_where_it_was_charged(tmp_path: Path, monkeyp
         await meter.close()
         assert left(keeper, who, 1000) == 980
         assert meter._own.take([Charge(f"{who.key_id}/tokens", 1000, 970)], time.monotonic()) == 0, "it has 980, too"
+
+    asyncio.run(main())
+
+
+def test_what_the_keeper_said_while_the_router_was_held_counts(tmp_path: Path) -> None:
+    class FromAnotherThread(Keeper):
+        async def take(self, charges: Sequence[Charge]) -> float:
+            loop = asyncio.get_running_loop()
+            said: asyncio.Future[float] = loop.create_future()
+            waits_s = self.buckets.take(charges, self.now)
+            threading.Timer(0.05, loop.call_soon_threadsafe, (said.set_result, waits_s)).start()
+            return await said
+
+    async def main() -> None:
+        meter, who = Meter(FromAnotherThread()), caller(tmp_path / "k", tokens_per_minute=1000)
+        asyncio.get_running_loop().call_later(0.01, time.sleep, 1.2)
+        for _ in range(2):
+            assert not (await meter.charge_answer(who, 400, 0)).by_router
+        await meter.close()
 
     asyncio.run(main())

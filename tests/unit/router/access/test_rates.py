@@ -16,6 +16,7 @@ import redis
 from hypothesis import given
 from hypothesis import strategies as st
 
+from protocol.endpoint import answer_within
 from router.access.rates import Buckets, Charge
 from router.access.redis_rates import RedisRates
 
@@ -96,7 +97,7 @@ def test_redis_grants_what_memory_grants(redis_url: str) -> None:
     name = uuid.uuid4().hex
 
     async def main() -> None:
-        first, second = RedisRates(redis_url, 5.0), RedisRates(redis_url, 5.0)
+        first, second = RedisRates(redis_url), RedisRates(redis_url)
         buckets, begun = Buckets(), time.monotonic()
         try:
             for number, amount in enumerate([30, 25, 50, 5, -20, 15, 10, 40, -100, 60, 1, 61]):
@@ -117,7 +118,7 @@ def test_many_routers_get_no_more_from_redis_than_one(redis_url: str) -> None:
     name = uuid.uuid4().hex
 
     async def main() -> None:
-        stores = [RedisRates(redis_url, 5.0) for _ in range(4)]
+        stores = [RedisRates(redis_url) for _ in range(4)]
         try:
             waits = await asyncio.gather(*(store.take([Charge(name, 20, 1)]) for store in stores for _ in range(20)))
         finally:
@@ -133,7 +134,7 @@ def test_buckets_in_redis_go_when_they_are_full(redis_url: str) -> None:
     name = uuid.uuid4().hex
 
     async def main() -> None:
-        store = RedisRates(redis_url, 5.0)
+        store = RedisRates(redis_url)
         try:
             await store.take([Charge(name, 20, 1)])
         finally:
@@ -143,3 +144,42 @@ def test_buckets_in_redis_go_when_they_are_full(redis_url: str) -> None:
     with redis.Redis.from_url(redis_url) as client:
         [bucket] = client.keys(f"*{name}*")
         assert 0 < client.ttl(bucket) <= 61
+
+
+def test_what_redis_said_while_the_router_was_held_counts(redis_url: str) -> None:
+    async def main() -> None:
+        store, charges = RedisRates(redis_url), [Charge(uuid.uuid4().hex, 20, 1)]
+        try:
+            with redis.Redis.from_url(redis_url) as client:
+                client.client_pause(100)
+            asyncio.get_running_loop().call_later(0.05, time.sleep, 1.2)
+            assert await answer_within(1.0, store.take(charges)) == 0
+            with redis.Redis.from_url(redis_url) as client:
+                client.client_pause(200)
+            with pytest.raises(TimeoutError):
+                await answer_within(0.05, store.take(charges))
+            assert await store.take([Charge(uuid.uuid4().hex, 60, 120)]) == pytest.approx(60), "not the answer to another one"
+        finally:
+            await store.close()
+
+    asyncio.run(main())
+
+
+def test_a_clock_of_redis_that_is_set_back_locks_nobody_out(redis_url: str) -> None:
+    name = uuid.uuid4().hex
+
+    async def main() -> None:
+        store = RedisRates(redis_url)
+        try:
+            assert await store.take([Charge(name, 120, 120)]) == 0
+            with redis.Redis.from_url(redis_url) as client:
+                [bucket] = client.keys(f"*{name}*")
+                # The same to the bucket as a clock that goes back by ten minutes.
+                client.hincrbyfloat(bucket, "since", 600)
+            assert await store.take([Charge(name, 120, 1)]) == pytest.approx(0.5, abs=0.1), "what is missing flows in from now"
+            await asyncio.sleep(0.7)
+            assert await store.take([Charge(name, 120, 1)]) == 0
+        finally:
+            await store.close()
+
+    asyncio.run(main())

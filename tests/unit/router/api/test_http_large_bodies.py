@@ -26,6 +26,7 @@ from tests.unit.router.conftest import eventually
 
 JSON = {"content-type": "application/json"}
 LONG = json.dumps({"model": "smollm2", "prompt": "word " * 60_000}).encode()
+MANY = json.dumps({"model": "smollm2", "prompt": list(range(250_000))}).encode()
 
 
 def test_the_helper_knows_every_body_of_its_own_module() -> None:
@@ -173,15 +174,65 @@ def test_a_body_that_the_helper_dies_of_is_refused_alone() -> None:
     asyncio.run(test())
 
 
+def test_a_body_is_not_to_blame_for_what_the_machine_does() -> None:
+    async def test() -> None:
+        for name in ("SIGALRM", "SIGKILL"):
+            body_helper = BodyHelper(script(f"import signal; os.kill(os.getpid(), signal.{name})"))
+            with pytest.raises(OverloadedError):
+                await body_helper.check(CompletionBody, LONG)
+            await body_helper.close()
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("held_s", [1.7, 3.2])
+def test_a_good_body_is_let_in_after_a_stall(held_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The helper is stopped for a while, or the router is while the helper is not."""
+    monkeypatch.setattr(helper, "_WAIT_S", 60.0)
+
+    async def test() -> None:
+        body_helper = BodyHelper()
+        await body_helper.check(CompletionBody, LONG)
+        pid = body_helper.pid
+        assert pid is not None
+        checking = asyncio.create_task(body_helper.check(CompletionBody, MANY))
+        await asyncio.sleep(0.01)
+        if held_s < 3:
+            os.kill(pid, signal.SIGSTOP)
+            await asyncio.sleep(held_s)
+            os.kill(pid, signal.SIGCONT)
+        else:
+            asyncio.get_running_loop().call_soon(time.sleep, held_s)
+        await checking
+        await body_helper.close()
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    "limit", ["JOB_S = 0.01", "_MAX_MEMORY = 2**22 + int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()"]
+)
+def test_a_body_that_takes_too_much_time_or_memory_is_refused(limit: str) -> None:
+    program = f"import resource; from router.api.large import helper_main; helper_main.{limit}; helper_main.main()"
+
+    async def test() -> None:
+        body_helper = BodyHelper((sys.executable, "-c", program))
+        with pytest.raises(InvalidRequestError, match="too much time or memory"):
+            await body_helper.check(CompletionBody, MANY)
+        await body_helper.close()
+
+    asyncio.run(test())
+
+
 def test_the_helper_process_has_a_deadline_a_bounded_line_and_an_owner(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(helper, "JOB_S", 0.2)
+    monkeypatch.setattr(helper, "_ANSWER_S", 0.2)
     monkeypatch.setattr(helper, "_WAIT_S", 2.0)
 
     async def test() -> None:
         body_helper = BodyHelper(script("time.sleep(60)"))
         checks = [asyncio.create_task(body_helper.check(CompletionBody, LONG)) for _ in range(helper.MAX_WAITING + 2)]
         outcomes = await asyncio.gather(checks[0], checks[-1], return_exceptions=True)
-        assert isinstance(outcomes[0], InvalidRequestError), "it took too long"
+        assert isinstance(outcomes[0], OverloadedError), "it says nothing, and nobody knows why"
         assert isinstance(outcomes[1], OverloadedError), "too many wait"
         await eventually(lambda: body_helper.pid is not None)
         pid = body_helper.pid

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -109,6 +110,29 @@ def test_a_client_that_takes_no_part_in_its_time_is_given_up() -> None:
             await asyncio.wait_for(outlet.given_up, 5)
 
     run_in_simulated_time(main())
+
+
+def test_a_client_that_reads_while_the_router_is_held_is_not_given_up() -> None:
+    """When the router goes on, the client's time is over in the same turn in which the socket takes more."""
+
+    async def main() -> None:
+        server, loop = Server(), asyncio.get_running_loop()
+
+        def hold() -> None:
+            time.sleep(0.4)
+            loop.call_soon(loop.call_soon, server.reads.set)
+
+        async with outlet_to(server, client_s=0.2) as outlet:
+            await outlet.send(head(b"text/event-stream"))
+            await asyncio.sleep(0)
+            server.reads.clear()
+            await outlet.send(body(b"a"))
+            loop.call_later(0.02, hold)
+            await asyncio.sleep(0.6)
+            assert server.bodies == [b"a"]
+            assert not outlet.given_up.done()
+
+    asyncio.run(main())
 
 
 def test_a_slow_client_holds_so_much_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
