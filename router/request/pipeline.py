@@ -95,8 +95,9 @@ class Pipeline:
         while True:
             async with self._attempt(attempts, journal, times, prompt) as attempt:
                 try:
-                    yield await attempt.first_tokens()
-                    await attempt.attach()
+                    first = await attempt.first_tokens()
+                    async with attempt.attaching():
+                        yield first
                     while not attempt.finished:
                         yield await attempt.next_tokens()
                     return
