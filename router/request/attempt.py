@@ -60,6 +60,8 @@ class Attempt:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self.journal.ended and not self.finished:
+            self.claim.answered(self.journal.num_generated)
         self._held.__exit__(kind, error, trace)
 
     async def first_tokens(self) -> Tokens:
