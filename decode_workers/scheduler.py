@@ -128,7 +128,7 @@ class DecodeScheduler:
         if self.room.waits and (self.room.settle(self._num_steps) is not None or self.preemptions != preemptions):
             self._order = None
         batch: list[Stream] = []
-        tokens_left, preemptions = self._max_chunk_tokens, self.preemptions
+        tokens_left, rows_left, preemptions = self._max_chunk_tokens, SAMPLED_TOKENS, self.preemptions
         shorter, self._long = self._shorter_than(self._long), None
         for stream in shorter + [each for each in self._in_order() if each not in shorter] if shorter else self._in_order():
             if len(batch) == self._max_batch_size:
@@ -137,9 +137,10 @@ class DecodeScheduler:
                 continue
             end = self._chunk_end(stream)
             num_tokens = end - stream.computed if stream.remaining > 1 else 0
-            if num_tokens <= tokens_left:
+            rows = num_tokens if stream.scored else 0  # beside the one that every stream may have
+            if num_tokens <= tokens_left and rows <= rows_left:
                 if self.room.has_slots(stream, end):
-                    tokens_left -= num_tokens
+                    tokens_left, rows_left = tokens_left - num_tokens, rows_left - rows
                     batch.append(stream)
                     if not shorter and num_tokens and end < len(stream.token_ids):
                         self._long = stream
@@ -194,8 +195,7 @@ class DecodeScheduler:
             self._ledger.keep(stream.ticket_id, stream.token_ids, chunk.end, start)
 
     def _chunk_end(self, stream: Stream) -> int:
-        is_scored = stream.prefill is not None and stream.prefill.scores is not None
-        most = min(self._max_chunk_tokens, SAMPLED_TOKENS) if is_scored else self._max_chunk_tokens
+        most = min(self._max_chunk_tokens, SAMPLED_TOKENS) if stream.scored else self._max_chunk_tokens
         return min((stream.computed // most + 1) * most, len(stream.token_ids))
 
     def _shorter_than(self, long: Stream | None) -> list[Stream]:

@@ -69,6 +69,11 @@ class Stream:
         self._turn = Turn(self.ticket_id, self.share, self.num_generated)
 
     @property
+    def scored(self) -> bool:
+        """Whether its prompt is computed here, with the logprobs of all its tokens."""
+        return self.prefill is not None and self.prefill.scores is not None
+
+    @property
     def turn(self) -> Turn:
         """The stream as the turns see it now."""
         self._turn.generated = self.num_generated

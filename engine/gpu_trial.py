@@ -25,7 +25,7 @@ class LargestStep:
     rows: int = 128
     """Streams of which it computes a token each."""
     sampled_tokens: int = 0
-    """Tokens of prompts whose logits are wanted."""
+    """Tokens whose logits are wanted: those of streams, and of prompts."""
 
 
 SOME_STEP = LargestStep()

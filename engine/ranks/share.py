@@ -56,7 +56,8 @@ def load_share(config: ClusterConfig, pool: PoolConfig, ranks: TensorParallel) -
 def _largest_step(config: ClusterConfig) -> LargestStep:
     """Of either role, since workers change theirs."""
     tokens = max(config.prefill.batch_tokens, config.chunk_tokens)
-    return LargestStep(tokens, config.decode.max_batch_size, SAMPLED_TOKENS)
+    rows = config.decode.max_batch_size
+    return LargestStep(tokens, rows, rows + SAMPLED_TOKENS)  # decode workers score prompts beside their streams
 
 
 def follower(

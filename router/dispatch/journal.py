@@ -94,6 +94,9 @@ class Journal:
     """Some of its KV was computed by another arithmetic or weights than those of its decode worker, where it so is cached for
     nobody."""
 
+    ended: bool = False
+    """The text has come to its end, which workers that know nothing of its stop strings may not know."""
+
     def record(self, tokens: Tokens) -> Tokens:
         """Note tokens *before* they leave the router: what is noted is never asked for again, so nothing is said twice."""
         self.emitted += tokens.token_ids

@@ -1,7 +1,7 @@
 """One attempt at one choice, with the workers and the ticket that its claim holds.
 
-    first_tokens ──► attach ──► next_tokens, again and again ──► finished        or any of them raises why the attempt failed
-          └── the first token is the last ──────────────────────────┘
+    first_tokens ──► attaching ──► next_tokens, again and again ──► finished     or any of them raises why the attempt failed
+          └── the first token is the last ─────────────────────────────┘
 
 Leaving the attempt frees what it holds in any phase. While it is attached the stream may move to another decode worker, or be
 copied there (`router.dispatch.migrator`), which is not noticed here.
@@ -9,9 +9,10 @@ copied there (`router.dispatch.migrator`), which is not noticed here.
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack, asynccontextmanager
 from types import TracebackType
 
 from router.dispatch.claim import Claim, First
@@ -59,6 +60,8 @@ class Attempt:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self.journal.ended and not self.finished:
+            self.claim.answered(self.journal.num_generated)
         self._held.__exit__(kind, error, trace)
 
     async def first_tokens(self) -> Tokens:
@@ -79,13 +82,26 @@ class Attempt:
             self._prompt.logprobs = first.prefilled.prompt_logprobs
         return self.journal.record(self._tokens(first))
 
-    async def attach(self) -> None:
-        """Let decode go on from the first token; returns when it has the KV. Does nothing if that token was the last.
+    @asynccontextmanager
+    async def attaching(self) -> AsyncIterator[None]:
+        """Let decode go on from the first token while the body runs; ends when decode has the KV. Does nothing if that token
+        was the last.
 
-        Raises UnavailableError if the attempt has failed.
+        The body gives the token to a client, which may take it later than the KV's lease ends. Raises UnavailableError if the
+        attempt has failed.
         """
         if self.finished:
+            yield
             return
+        attaching = asyncio.create_task(self._attach())
+        try:
+            yield
+            await attaching
+        finally:
+            attaching.cancel()
+            await asyncio.gather(attaching, return_exceptions=True)
+
+    async def _attach(self) -> None:
         journal = self.journal
         self.times.attached(await self.claim.attach(journal.emitted[-1], journal.sampling, journal.num_generated))
         self._note_arithmetic(self.claim.decode, "handoff")

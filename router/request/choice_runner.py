@@ -90,6 +90,7 @@ class ChoiceRunner:
                     used.generation_tokens.inc(len(tokens.token_ids))
                     delta = await self._threads.offload(tenant, _size_of(tokens, text.weight), text.push, tokens)
                     if delta.finish_reason is not None:
+                        journal.ended = True
                         outcome.append(delta.finish_reason)
                         times.finish = now
                         delta = dataclasses.replace(delta, times=times)

@@ -95,8 +95,9 @@ class Pipeline:
         while True:
             async with self._attempt(attempts, journal, times, prompt) as attempt:
                 try:
-                    yield await attempt.first_tokens()
-                    await attempt.attach()
+                    first = await attempt.first_tokens()
+                    async with attempt.attaching():
+                        yield first
                     while not attempt.finished:
                         yield await attempt.next_tokens()
                     return
@@ -137,7 +138,7 @@ class Pipeline:
                 try:
                     yield attempt
                 finally:
-                    self._watch.over(watched, claim, ended=attempt.finished)
+                    self._watch.over(watched, claim, ended=attempt.finished or journal.ended)
 
     def _note_failure(self, error: UnavailableError, attempt: Attempt, attempts: _Attempts) -> None:
         """Raises what ends the request, if it may not go on."""

@@ -9,12 +9,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from configs.schema import SAMPLED_TOKENS
 from decode_workers.ledger import Ledger
 from decode_workers.scheduler import DecodeScheduler
 from decode_workers.stream import LocalPrefill, Stream
 from decode_workers.ticket_entry import TicketEntry
 from engine.batch import Chunk
 from engine.memory.prefix_cache import PrefixCache
+from engine.scoring import PromptScores
 from protocol.sampling import SamplingParams
 from protocol.share import Share
 from protocol.ticket import TicketState
@@ -413,3 +415,28 @@ def test_a_prompt_that_was_computed_here_is_held_for_the_next_one() -> None:
     assert (first.entry.held_tokens, second.entry.held_tokens) == (0, 2 * BLOCK_SIZE), "the last token is computed again"
     assert first.finished
     assert second.finished
+
+
+class ScoringMachine(SchedulerMachine):
+    num_blocks = 4000
+
+
+def test_no_step_has_more_rows_of_scored_prompts_than_memory_is_set_aside_for() -> None:
+    """Each token of such a prompt is a row of logits, beside the row that every stream may have."""
+    world = ScoringMachine()
+    world.scheduler = scheduler = DecodeScheduler(world.ledger, 64, 2048, TURN_S, lambda: world.now)
+    for kind in range(12):
+        world.arrive(b"router-1", kind, 600 if kind % 2 else 20, 2, 1)
+    world.start_all(here=True)
+    for stream in scheduler.streams:
+        assert stream.prefill is not None
+        stream.prefill.scores = PromptScores((), 0)
+    while planned := scheduler.plan():
+        chunks = [(stream, scheduler.chunk(stream)) for stream in planned]
+        assert sum(len(chunk.token_ids) for _, chunk in chunks) <= SAMPLED_TOKENS
+        for stream, chunk in chunks:
+            scheduler.computed(stream, chunk)
+            if chunk.end == len(stream.token_ids):
+                scheduler.remove(stream.ticket_id)
+    assert not scheduler.streams
+    assert scheduler.prefilled_tokens == 6 * (600 + 20)

@@ -230,3 +230,25 @@ def test_operators_begin_and_end_it(run_cluster: Run) -> None:
         assert (await cluster.http.post("/admin/rollout", json=body)).status_code == 503
 
     run_cluster(test)
+
+
+def test_an_answer_that_a_stop_string_ends_counts_for_its_pace_and_length(
+    run_cluster: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers know nothing of stop strings: they would go on."""
+    lengths: list[int] = []
+
+    async def test(cluster: Any) -> None:
+        await start(cluster)
+        cluster.says(TEXT + " END " + 9 * TEXT)
+        cluster.script.step_s = 0.01
+        monkeypatch.setattr(cluster.router._roster.pace, "answered", lambda num_tokens, now: lengths.append(num_tokens))
+        body = (await cluster.complete(stop="END", max_tokens=100)).json()
+        assert body["choices"][0]["finish_reason"] == "stop"
+        await cluster.until(lambda: bool(cluster.controller.rollout_seen), "nothing told")
+        await cluster.until(lambda: sum(cluster.controller.rollout_seen[-1].new.paces) == 1, "no pace")
+        assert len(lengths) == 1
+        assert lengths[0] >= body["usage"]["completion_tokens"] > 8
+        await cluster.clean()
+
+    run_cluster(test, prefill=0, decode=0)
