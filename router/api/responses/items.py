@@ -5,6 +5,7 @@ open ──► add, as often as something comes ──► close     each gives t
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 from router.api.large.encoding import Entries
@@ -93,6 +94,14 @@ class PartialCall:
             "name": self._name,
             "arguments": "".join(self._pieces),
         }
+
+    def is_whole(self) -> bool:
+        """Whether its arguments are a whole JSON object."""
+        try:
+            json.loads("".join(self._pieces))
+        except ValueError:
+            return False
+        return True
 
     def _event(self, kind: str, **fields: object) -> Json:
         return {"type": kind, "item_id": self._item_id, "output_index": self._output_index, **fields}

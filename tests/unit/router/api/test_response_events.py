@@ -78,6 +78,17 @@ def test_events_add_up(said: list[str], calls: list[list[str]], finish: Finish |
         assert builder.response["usage"]["output_tokens"] == len(pieces(said, calls, finish))
 
 
+def test_a_whole_call_is_completed_though_the_answer_is_cut() -> None:
+    """The limit may fall behind the call's closing brace; a client runs completed calls alone."""
+    for arguments, status in (['{"a": 1}', "completed"], ['{"a": 1', "incomplete"], ["", "incomplete"]):
+        builder = ResponseBuilder("x", "m", ResponsesBody(model="m", input="i"), 5)
+        for piece in pieces([], [[arguments]], "length"):
+            events = builder.push(piece)
+        assert [item["status"] for item in builder.response["output"]] == [status]
+        assert [event["item"]["status"] for event in events if event["type"] == "response.output_item.done"] == [status]
+        assert builder.response["status"] == "incomplete"
+
+
 @given(texts, st.booleans())
 def test_logprobs_of_a_message_are_all_there_once(said: list[str], calls: bool) -> None:
     body = ResponsesBody(model="m", input="i", include=[LOGPROBS])
