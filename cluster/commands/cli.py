@@ -22,7 +22,7 @@ from typing import Annotated
 import typer
 
 from cluster import __version__
-from cluster.commands.lib.exits import INTERRUPTED, MENDABLE, say
+from cluster.commands.lib.exits import INTERRUPTED, MENDABLE, replace_what_has_no_code, say
 from cluster.commands.lib.lazy_commands import lazy_group
 from protocol.errors import TandemError
 
@@ -78,6 +78,7 @@ def tandem(
 
 def main() -> None:
     """Run the command `tandem` and exit with its code."""
+    replace_what_has_no_code()
     try:
         code = app(standalone_mode=False)
     except (TandemError, typer.TyperException) as error:

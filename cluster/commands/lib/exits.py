@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import sys
 
@@ -21,6 +22,15 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 def printable(text: str) -> str:
     """A text of others, without the characters that would command a terminal. Line feeds and tabs stay."""
     return _CONTROLS.sub("", text)
+
+
+def replace_what_has_no_code() -> None:
+    """Have standard output print a question mark for each character that its encoding does not have.
+
+    Python has standard error write such a character's number.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # it is None where it was closed
+        sys.stdout.reconfigure(errors="replace")
 
 
 def say(error: TandemError | typer.TyperException) -> None:
