@@ -30,3 +30,19 @@ def test_characters_that_do_not_fit_are_question_marks(
     done = subprocess.run([*COMMAND, "models"], capture_output=True, env=variables, timeout=WAIT_S, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
     assert shown in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [["models"], ["--help"], ["--version"]])
+@pytest.mark.parametrize("both", [False, True])
+def test_a_full_disk_is_one_line_and_exit_code_2(arguments: list[str], both: bool) -> None:
+    with open("/dev/full", "wb") as full:
+        error = full if both else subprocess.PIPE
+        done = subprocess.run([*COMMAND, *arguments], stdout=full, stderr=error, env=environment(), timeout=WAIT_S, check=False)
+    assert done.returncode == 2
+    assert done.stderr == (None if both else b"tandem: the output, or a file, can't be written: No space left on device\n")
+
+
+def test_errors_on_a_full_disk_keep_their_exit_code() -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run([*COMMAND, "sing"], stderr=full, env=environment(), timeout=WAIT_S, check=False)
+    assert done.returncode == 2
