@@ -33,7 +33,7 @@ def chat(
     temperature: Annotated[float | None, typer.Option(min=0.0, max=2.0, help="0 always takes the likeliest token.")] = None,
 ) -> None:
     """Talk to the model in the terminal."""
-    _prepare_terminal()
+    _prepare_input()
     client = ApiClient(url, api_key)
     conversation = Conversation(
         model=_first_model(client) if model is None else _encodable(model),
@@ -44,13 +44,12 @@ def chat(
     converse(client, conversation, Console())
 
 
-def _prepare_terminal() -> None:
-    """Have `input` edit its line, and no character end the conversation that the terminal's encoding does not have."""
+def _prepare_input() -> None:
+    """Have `input` edit its line, and no byte end the conversation that is none of a character in the terminal's encoding."""
     with suppress(ImportError):
         import readline  # noqa: F401  # is all that `input` needs
-    for stream in (sys.stdin, sys.stdout):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
 
 
 def _encodable(argument: str) -> str:

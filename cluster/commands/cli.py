@@ -7,8 +7,8 @@ Exit codes:
 
 - 0: done.
 - 1: a bug, with its traceback, or an audit that found something.
-- 2: anything that the operator can mend, such as a flag, a file, a port, or a cluster that is not there. One line on stderr
-  names it.
+- 2: anything that the operator can mend, such as a flag, a file, a port, a full disk, or a cluster that is not there. One line
+  on stderr names it.
 - 3: of `tandem serve` alone: what it needs does not answer, the cluster did not come up in time, or it was lost. One line on
   stderr says why. The next start may succeed, so systemd makes one.
 - 130: interrupted.
@@ -22,7 +22,7 @@ from typing import Annotated
 import typer
 
 from cluster import __version__
-from cluster.commands.lib.exits import INTERRUPTED, MENDABLE, say
+from cluster.commands.lib.exits import INTERRUPTED, MENDABLE, drop_unwritten, full_disk, replace_what_has_no_code, say
 from cluster.commands.lib.lazy_commands import lazy_group
 from protocol.errors import TandemError
 
@@ -78,6 +78,7 @@ def tandem(
 
 def main() -> None:
     """Run the command `tandem` and exit with its code."""
+    replace_what_has_no_code()
     try:
         code = app(standalone_mode=False)
     except (TandemError, typer.TyperException) as error:
@@ -85,4 +86,8 @@ def main() -> None:
         code = MENDABLE
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
+    except OSError as error:
+        say(full_disk(error))
+        code = MENDABLE
+    drop_unwritten()
     sys.exit(code)

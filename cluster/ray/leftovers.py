@@ -19,7 +19,7 @@ from typing import IO
 log = logging.getLogger(__name__)
 
 TEMPORARY = Path("/tmp")
-"""Where the folders of runs are, whatever TMPDIR says: the path of a Unix socket has about 100 bytes."""
+"""Where the folders of runs are, whatever TMPDIR and RAY_TMPDIR say: the path of a Unix socket has about 100 bytes."""
 SCRATCH_PREFIX = "tandem-"
 RAY_SESSIONS = TEMPORARY / "ray"
 KEPT_SESSIONS = 8

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import cluster
-from cluster.ray.leftovers import SCRATCH_PREFIX, TEMPORARY, claim, remove_leftovers
+from cluster.ray.leftovers import RAY_SESSIONS, SCRATCH_PREFIX, TEMPORARY, claim, remove_leftovers
 from configs.machine import num_gpus, usable_cores
 from protocol.errors import ConfigError, UnavailableError, first_line
 
@@ -140,6 +140,7 @@ def _start_ray() -> Any:
                 configure_logging=False,
                 object_store_memory=_OBJECT_STORE_BYTES,
                 _node_ip_address="127.0.0.1",
+                _temp_dir=str(RAY_SESSIONS),  # before RAY_TMPDIR and TMPDIR
             )
     except Exception as error:  # Ray has no narrower one for a process of its own that does not come up in time
         raise UnavailableError(f"Ray did not start on this machine: {first_line(error)}") from error

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
 import shlex
+import sys
 from contextlib import redirect_stdout, suppress
+from typing import TextIO, cast
 
 from rich.console import Console
 
@@ -31,13 +34,45 @@ from protocol.errors import UnavailableError
 from protocol.messages import Role
 
 
+class _Lossy(io.TextIOBase):
+    """A stream that drops what can't be written, since its disk is full, its terminal gone, or its pipe without a reader."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]  # a variable there, but only read
+        return self._stream.encoding
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
+
+
+def progress_console(stream: TextIO | None) -> Console:
+    """Return a console for progress. No line that can't be written there ends the cluster it tells of."""
+    file = None if stream is None else cast(TextIO, _Lossy(stream))
+    return Console(file=file, stderr=True, highlight=False, soft_wrap=True, markup=False)
+
+
 def serve_until_interrupted(config: ClusterConfig, address: str | None) -> None:
     """Run a cluster until Ctrl-C or SIGTERM, then take everything down and return. Raises TandemError if it can't run.
 
     New requests are refused from the first signal on, and those that run have `limits.shutdown_s` to end. The second signal
     ends them at once.
     """
-    console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
+    console = progress_console(sys.stderr)
     logging.getLogger("ray").setLevel(logging.WARNING)
     interrupts = Interrupts()
     interrupts.install()

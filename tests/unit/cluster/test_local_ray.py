@@ -15,6 +15,7 @@ import ray
 from ray._private import parameter, services
 
 from cluster.ray import session
+from cluster.ray.leftovers import RAY_SESSIONS
 from cluster.ray.session import LEFT_OUT, lean_node
 from protocol.errors import ConfigError, UnavailableError
 
@@ -34,6 +35,16 @@ def test_a_ray_that_does_not_start_is_one_sentence_and_leaves_nothing(monkeypatc
     ):
         raise AssertionError("it does not come so far")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("variable", ["TMPDIR", "RAY_TMPDIR"])
+def test_sessions_are_where_leftovers_are_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variable: str) -> None:
+    """Ray itself goes by these variables, and refuses a path that leaves no room for the names of its sockets."""
+    monkeypatch.setenv(variable, str(tmp_path / ("long" * 20)))
+    init = Mock()
+    monkeypatch.setattr(ray, "init", init)
+    session._start_ray()
+    assert init.call_args.kwargs["_temp_dir"] == str(RAY_SESSIONS)
 
 
 @pytest.mark.parametrize("name", ["mkdtemp", "claim"])
