@@ -65,12 +65,12 @@ class RoleState:
 
 @dataclass(frozen=True)
 class InTime:
-    """Shares of what was within a limit. None where there was little."""
+    """Shares of what was within a limit, from 0 to 1. None where there was little."""
 
     latest: float | None
-    """Of the last minute."""
+    """Share within the limit in the last minute."""
     lately: float | None
-    """Of the last quarter of an hour."""
+    """Share within the limit in the last quarter of an hour."""
 
     def missed(self, attainment: float) -> bool:
         """Whether the limit is missed, and has been. A minute of a few dozen requests may be under any share by chance."""

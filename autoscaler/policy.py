@@ -9,11 +9,12 @@
 A hold lasts as long as a start, and `hold_s` at most. A worker that nobody needs has then cost what it costs to start it again.
 So whatever comes next, this is at most twice what somebody would pay who knew it (the rule for renting or buying skis).
 For less than the present size, the needed number is that of a demand that takes half a worker more, or a little more than half
-where there are many: near the edge of a size, demand that goes up and down does not make the size do so.
+where there are many. So near the edge of a size, demand that goes up and down does not make the size do so.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -66,8 +67,7 @@ class Holds:
 
 def with_spare(workers: int) -> float:
     """So many times the demand that needs this many workers is what a size must be enough for, to be a smaller one."""
-    several = max(1, workers)
-    return 1 + _SPARE * several**_SPARE_POWER / several
+    return 1 + _SPARE * math.pow(max(1, workers), _SPARE_POWER - 1)
 
 
 def decide(

@@ -42,8 +42,8 @@ class Judging:
 def test_room_comes_by_tenths_up_to_a_half() -> None:
     late = replace(FINE, first_tokens=MISSED)
     judging = Judging()
-    assert judging.judge(late) == (pytest.approx(1.1), 1.0)
-    assert judging.judge(late) == (pytest.approx(1.21), 1.0)
+    assert judging.judge(late) == pytest.approx((1.1, 1.0))
+    assert judging.judge(late) == pytest.approx((1.21, 1.0))
     assert judging.judge(late, 10) == (1.5, 1.0)
 
 
