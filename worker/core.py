@@ -26,6 +26,7 @@ from engine.ranks.first_rank import FirstRank
 from engine.runner import Engine
 from kv_transfer.arrivals import Arrivals
 from kv_transfer.fetching.lender import Lender
+from kv_transfer.lanes import MESSAGE_LEASES
 from kv_transfer.peers import DecodePeers
 from kv_transfer.progress import StepProgress
 from kv_transfer.remote_lanes import receive_ranks, send_ranks
@@ -89,11 +90,12 @@ class WorkerCore:
         self._teller = CacheTeller(rank.me.life, self.endpoint.send)
         self.cache = PrefixCache(pool.num_blocks, pool.num_kept, self._teller.note)
         self._teller.tells_of(self.cache.keys)
-        senders = send_ranks(pool.layers(), pool.block_size, sending, gang.askers(), limits.lease_s, progress)
+        message_s = MESSAGE_LEASES * limits.lease_s
+        senders = send_ranks(pool.layers(), pool.block_size, sending, gang.askers(), message_s, progress)
         self.peers = DecodePeers(rank.me, rank.secret, runner.layout(), senders, limits)
         self.books = SeveralBooks()
         """Where KV arrives. Each role that takes some adds its own."""
-        receivers = receive_ranks(pool.layers(), pool.block_size, receiving, gang.askers(), limits.lease_s)
+        receivers = receive_ranks(pool.layers(), pool.block_size, receiving, gang.askers(), message_s)
         self.arrivals = Arrivals(
             rank.me, self.books, runner.layout(), runner.facts.vocab_size, pool.block_size, receivers, self.endpoint.send
         )

@@ -229,6 +229,11 @@ class ManyDecodes:
         """Likewise."""
         return self._counts("tandem:kv_copies_total", "outcome")
 
+    def transfer_failures(self) -> int:
+        """How many KV caches did not arrive whole."""
+        [count] = self._counts("tandem:kv_transfer_failures_total", "model_name").values()
+        return count
+
     def inexact(self) -> dict[str, int]:
         """How many streams were counted as inexact, by reason."""
         return self._counts("tandem:inexact_streams_total", "reason")

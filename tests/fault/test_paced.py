@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from functools import partial
 from pathlib import Path
 
@@ -69,6 +70,26 @@ def test_every_token_is_right_whatever_dies(seed: int, disaggregation: str) -> N
             await asyncio.gather(*streams)
             assert [said.token_ids for said in answers] == [expected(prompt, 60) for prompt in prompts]
             assert sum(said.resumes for said in answers) > 0
+
+    asyncio.run(scene())
+
+
+def test_a_step_may_take_longer_than_a_lease(tmp_path: Path) -> None:
+    """So it does on a slow processor, and decode waits for the KV all the time."""
+
+    async def scene() -> None:
+        lease_s = 1.5
+        limits = CONFIG.limits.model_copy(update={"lease_s": lease_s})
+        prefill = CONFIG.prefill.model_copy(update={"max_batch_tokens": 2048})
+        dear = dear_prompts(tmp_path)
+        config = CONFIG.model_copy(update={"limits": limits, "prefill": prefill, "paced_profile": dear})
+        prompt = random.Random(5).choices(range(FACTS.vocab_size), k=1500)
+        async with run_many_decodes(FACTS, 1, config) as many:
+            said, began = Said(), time.monotonic()
+            await stream(many, prompt, 5, said)
+            assert time.monotonic() - began > 2 * lease_s
+            assert said.token_ids == expected(prompt, 5)
+            assert many.transfer_failures() == 0
 
     asyncio.run(scene())
 
