@@ -35,6 +35,7 @@ from decode_workers.ticket_entry import TicketEntry
 from engine.memory.block_table import BlockTable, BlockTables
 from engine.memory.prefix_cache import PrefixCache
 from protocol.cache.keys import block_keys, more_keys
+from protocol.gang import STEP_LEASES
 from protocol.share import NOBODYS, Share
 from protocol.ticket import TicketState, check_transition, reserved_tokens
 
@@ -497,7 +498,8 @@ class Ledger:
     def _move(self, entry: TicketEntry, state: TicketState) -> None:
         check_transition(entry.state, state)
         entry.state = state
-        entry.deadline = self._deadline()
+        leases = STEP_LEASES if state.final else 1  # a push that waits for a step goes on into the quarantined blocks
+        entry.deadline = self._clock() + leases * self._lease_s
 
     def _fail(self, entry: TicketEntry, state: TicketState) -> None:
         self._move(entry, state)

@@ -29,10 +29,6 @@ from kv_transfer.transport import LackError, ReceiveChannel, ReceiveTransport, S
 from protocol.errors import KvTransferError, TransportUnavailableError, first_line
 from protocol.gang import HeadMove, TokenSpan
 
-MESSAGE_LEASES = 3
-"""Number of leases that a message may take, and connecting. Its sender waits for the step that computes what it carries, which
-takes longer than a lease on a slow processor. By then a worker that is lost has been for two leases."""
-
 Exchange = Callable[[bytes], Awaitable[bytes]]
 """Sends our offer to the peer and returns its answer, or raises its refusal."""
 

@@ -26,7 +26,6 @@ from engine.ranks.first_rank import FirstRank
 from engine.runner import Engine
 from kv_transfer.arrivals import Arrivals
 from kv_transfer.fetching.lender import Lender
-from kv_transfer.lanes import MESSAGE_LEASES
 from kv_transfer.peers import DecodePeers
 from kv_transfer.progress import StepProgress
 from kv_transfer.remote_lanes import receive_ranks, send_ranks
@@ -38,6 +37,7 @@ from protocol.cache.fetch import Fetch
 from protocol.cache.news import CacheAsk
 from protocol.cache.reset import CacheReset
 from protocol.endpoint import Endpoint, Handler
+from protocol.gang import STEP_LEASES
 from protocol.messages import (
     NOTHING_BROUGHT,
     Duty,
@@ -90,7 +90,7 @@ class WorkerCore:
         self._teller = CacheTeller(rank.me.life, self.endpoint.send)
         self.cache = PrefixCache(pool.num_blocks, pool.num_kept, self._teller.note)
         self._teller.tells_of(self.cache.keys)
-        message_s = MESSAGE_LEASES * limits.lease_s
+        message_s = STEP_LEASES * limits.lease_s
         senders = send_ranks(pool.layers(), pool.block_size, sending, gang.askers(), message_s, progress)
         self.peers = DecodePeers(rank.me, rank.secret, runner.layout(), senders, limits)
         self.books = SeveralBooks()

@@ -9,10 +9,11 @@ from engine.ranks.follower import Follower, Share
 from engine.ranks.share import follower
 from engine.runner import Runner
 from kv_transfer.choice import receiving_transports, sending_transports
-from kv_transfer.lanes import MESSAGE_LEASES, LocalReceiveRank, LocalSendRank
+from kv_transfer.lanes import LocalReceiveRank, LocalSendRank
 from kv_transfer.progress import StepProgress
 from kv_transfer.remote_lanes import LaneHost
 from kv_transfer.transport import ReceiveTransport, SendTransport
+from protocol.gang import STEP_LEASES
 
 
 def follower_of(config: ClusterConfig, pool: PoolConfig, secret: bytes, host: str, rank: int, threads: int) -> Follower:
@@ -33,8 +34,8 @@ def share_of(runner: Runner, receiving: Sequence[ReceiveTransport], sending: Seq
     layers, block_size = runner.pool.layers(), runner.pool.block_size
     progress = StepProgress(runner.pool.data.device)
     lanes = LaneHost(
-        LocalSendRank(layers, block_size, sending, progress, MESSAGE_LEASES * lease_s),
-        LocalReceiveRank(layers, block_size, receiving, MESSAGE_LEASES * lease_s),
+        LocalSendRank(layers, block_size, sending, progress, STEP_LEASES * lease_s),
+        LocalReceiveRank(layers, block_size, receiving, STEP_LEASES * lease_s),
     )
     return Share(
         runner=runner,

@@ -20,14 +20,13 @@ import torch
 
 from engine.batch import Chunk
 from engine.gpu_checks import uuid_of
-from engine.ranks.gang import STEP_LEASES
 from engine.ranks.store import RelayStore
 from engine.ranks.tensor_parallel import TensorParallel, connect
 from engine.runner import Runner
 from engine.scoring import PromptScores
 from protocol.endpoint import Listening
 from protocol.errors import TandemError, WorkerLostError
-from protocol.gang import GangJoin, GangJoined, RunStep, StepChunk, StepDone, StoreValue
+from protocol.gang import STEP_LEASES, GangJoin, GangJoined, RunStep, StepChunk, StepDone, StoreValue
 from protocol.messages import Failed, Ping
 from protocol.sampling import SamplingParams
 from protocol.wire import PeerGone, WireServer

@@ -27,15 +27,11 @@ from engine.ranks.tensor_parallel import ALONE, TensorParallel, connect
 from protocol.calls import CallClient, expect
 from protocol.endpoint import Listening
 from protocol.errors import WorkerLostError
-from protocol.gang import GangJoin, GangJoined, RunStep, StepChunk, StepDone, StoreValue
+from protocol.gang import STEP_LEASES, GangJoin, GangJoined, RunStep, StepChunk, StepDone, StoreValue
 from protocol.messages import Ping
 from protocol.wire import WireClient
 
 _Answer = TypeVar("_Answer")
-
-STEP_LEASES = 6
-"""Deadline of a step, of each of its collectives and of a rank's silence, in leases: ranks that share a processor wait for each
-other."""
 
 
 class Gang:
@@ -44,7 +40,7 @@ class Gang:
     def __init__(self, others: Sequence[WireClient], *, lease_s: float, heartbeat_s: float) -> None:
         self._step_s = STEP_LEASES * lease_s
         self._silent_s = self._step_s
-        """How long a rank may say nothing."""
+        """How long a rank may say nothing: ranks that share a processor wait for each other."""
         self._lease_s = lease_s
         self._heartbeat_s = heartbeat_s
         self._heard_at = [float("-inf")] * len(others)

@@ -19,6 +19,7 @@ from typing import Any
 from configs.schema import LimitsConfig
 from protocol.cache.news import CacheNews
 from protocol.endpoint import Listening
+from protocol.gang import STEP_LEASES
 from protocol.messages import Duty, LoadReport, Ping, Role, TokenFrame, WorkerLife, WorkerRef
 from protocol.wire import WireClient
 from router.dispatch.connection import Connection
@@ -29,9 +30,6 @@ from router.rules.caching.caches import CacheFollower, Caches
 from router.rules.worker_load import Outstanding, WorkerLoad
 
 log = logging.getLogger(__name__)
-
-_STALL_LEASES = 6
-"""So long may a worker that reports, but makes no step, keep what waits for it: a step may be long, but not this long."""
 
 
 class WorkerLink:
@@ -139,8 +137,8 @@ class WorkerLink:
             listening.look()
             if listening.silent_s(self._heard_at) > limits.lease_s:
                 connection.lose(f"it was silent for {limits.lease_s:g} s")
-            elif self._owes_progress() and listening.silent_s(connection.progress_at) > _STALL_LEASES * limits.lease_s:
-                connection.lose(f"it made no step for {_STALL_LEASES * limits.lease_s:g} s")
+            elif self._owes_progress() and listening.silent_s(connection.progress_at) > STEP_LEASES * limits.lease_s:
+                connection.lose(f"it made no step for {STEP_LEASES * limits.lease_s:g} s")
             elif self.retired and not (self.claims.in_flight or self.prompts.in_flight):
                 connection.lose("the worker left the cluster")
 
