@@ -29,8 +29,8 @@ is always computed, for its logits, and into a block of its own, for a shared bl
 enters the cache when the step is over (`step_done`), whatever becomes of the prompt then; of two like prompts in flight, none
 waits for the other.
 
-A scored prompt wants the logits of all its tokens. While a step has too little memory for them, prompts behind it go on that are
-not scored. No other scored prompt passes it.
+A scored prompt wants the logits of all its tokens. While a step has too little memory for them, prompts behind it go on that
+are not scored. No other scored prompt passes it.
 
 Who frees: `release`, called by the worker once no step and no transfer reads the blocks any more.
 """

@@ -35,8 +35,8 @@ _ANSWER_S = WALL_S + 2.0
 _START_S = 20.0
 _COMMAND = (sys.executable, "-P", "-m", "router.api.large.helper_main")
 _MACHINES = (-signal.SIGKILL, -signal.SIGALRM)
-"""Ends of the process that no body is to blame for: it was killed for others' memory, or by the router that waited for too long,
-or it got no processor."""
+"""Ends of the process that no body is to blame for: it was killed for others' memory, or by the router that waited for too
+long, or it got no processor."""
 _FAILURES = (OSError, asyncio.IncompleteReadError, TimeoutError)
 """What talking to a process raises that does not answer."""
 
@@ -138,7 +138,7 @@ class BodyHelper:
             raise InvalidRequestError("the body takes too much time or memory to read") from None
 
     async def _started(self) -> asyncio.subprocess.Process:
-        """The process, when it is ready for a body. Raises OverloadedError if it does not start: no body is to blame for that."""
+        """The process, when it is ready for a body. Raises OverloadedError if it does not start, whatever the body is."""
         if self._process is None:
             try:
                 await self._start()

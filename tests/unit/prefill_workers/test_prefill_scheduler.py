@@ -424,13 +424,12 @@ def test_no_step_has_more_rows_of_logits_than_memory_is_set_aside_for() -> None:
 
 def test_a_scored_prompt_that_lacks_rows_lets_others_pass_that_are_not_scored() -> None:
     scheduler = PrefillScheduler(PrefixCache(3000), BLOCK_SIZE, steps_of(2048))
-    scored = {number: scheduler.new_prompt(range(number, number + size), "", whole=True) for number, size in ((1, 300), (2, 240))}
-    small = scheduler.new_prompt(range(3000, 3005), "", whole=True)
-    for prompt in (scored[1], scored[2], small):
+    first, second, small = (scheduler.new_prompt(range(size), "", whole=True) for size in (300, 240, 5))
+    for prompt in (first, second, small):
         scheduler.add(prompt)
     [late] = added(scheduler, range(5000, 5020))
     plans = [[chunk.prompt for chunk in step(scheduler)] for _ in range(3)]
-    assert plans == [[scored[1]], [scored[1], late], [scored[2], small]], "the first step has not even one row left"
+    assert plans == [[first], [first, late], [second, small]], "the first step has not even one row left"
 
 
 def test_a_scored_prompt_of_the_line_has_its_turn_while_others_pass_it() -> None:
