@@ -155,7 +155,7 @@ def test_what_redis_said_while_the_router_was_held_counts(redis_url: str) -> Non
             asyncio.get_running_loop().call_later(0.05, time.sleep, 1.2)
             assert await answer_within(1.0, store.take(charges)) == 0
             with redis.Redis.from_url(redis_url) as client:
-                client.client_pause(200)
+                client.client_pause(2000)
             with pytest.raises(TimeoutError):
                 await answer_within(0.05, store.take(charges))
             assert await store.take([Charge(uuid.uuid4().hex, 60, 120)]) == pytest.approx(60), "not the answer to another one"
