@@ -84,8 +84,9 @@ async def answer_within(patience_s: float, asked: Awaitable[_Answer]) -> _Answer
             held = clock() - begun > _HELD_LOOKS * look_s
             num_looks += 0.25 if held else 1.0  # a process that is held all the time does not wait for ever
     finally:
-        asking.cancel()
-        await asyncio.gather(asking, return_exceptions=True)
+        if not asking.done():
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
     raise TimeoutError
 
 
