@@ -181,7 +181,7 @@ class Endpoint:
         while True:
             await asyncio.sleep(self._heartbeat_s)
             listening.look()
-            for peer in list(self._known):
+            for peer in self._known.union(self._server.peers()):  # also who has proved itself, and never spoke
                 if listening.silent_s(self._server.heard_at(peer)) >= self._lease_s:
                     log.warning("a peer was silent for %g s; taking back what it owned", self._lease_s)
                     self._forget(peer)
