@@ -21,7 +21,8 @@ Beside the newest tokens of running streams, a step computes up to `max_chunk_to
 recomputed, oldest first. Short prompts share a step. A long one is cut into chunks at multiples of that number, whatever else
 is there, because where the cuts are decides how sums are rounded. After a chunk of a prompt that has more than eight, shorter
 prompts have a step, if there are any (`configs.arithmetic.goes_between`). So a prompt of one step waits for two chunks of a
-long one, and for one more for each step of those before it. What was emitted is never sampled again: a stream goes on at the
+long one, and for one more for each step of those before it. A scored prompt for whose logits a step has too little memory lets
+others pass that are not scored. What was emitted is never sampled again: a stream goes on at the
 position after its newest token.
 """
 
@@ -138,14 +139,15 @@ class DecodeScheduler:
             end = self._chunk_end(stream)
             num_tokens = end - stream.computed if stream.remaining > 1 else 0
             rows = num_tokens if stream.scored else 0  # beside the one that every stream may have
-            if num_tokens <= tokens_left and rows <= rows_left:
-                if self.room.has_slots(stream, end):
-                    tokens_left, rows_left = tokens_left - num_tokens, rows_left - rows
-                    batch.append(stream)
-                    if not shorter and num_tokens and end < len(stream.token_ids):
-                        self._long = stream
-            else:
+            if num_tokens > tokens_left:
                 tokens_left = 0  # no later prompt goes before it
+            elif rows > rows_left:
+                rows_left = 0  # no later scored prompt goes before it
+            elif self.room.has_slots(stream, end):
+                tokens_left, rows_left = tokens_left - num_tokens, rows_left - rows
+                batch.append(stream)
+                if not shorter and num_tokens and end < len(stream.token_ids):
+                    self._long = stream
         if self.preemptions == preemptions:
             return batch
         self._order = None

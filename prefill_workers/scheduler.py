@@ -29,6 +29,9 @@ is always computed, for its logits, and into a block of its own, for a shared bl
 enters the cache when the step is over (`step_done`), whatever becomes of the prompt then; of two like prompts in flight, none
 waits for the other.
 
+A scored prompt wants the logits of all its tokens. While a step has too little memory for them, prompts behind it go on that
+are not scored. No other scored prompt passes it.
+
 Who frees: `release`, called by the worker once no step and no transfer reads the blocks any more.
 """
 
@@ -176,7 +179,8 @@ class PrefillScheduler:
         """
         chunks: list[PlannedChunk] = []
         room, rows = self._max_batch_tokens, SAMPLED_TOKENS
-        blocks_lack = False
+        in_turn = 0
+        blocks_lack = rows_lack = False
         order = self._in_order()
         between = self._between(order)
         for prompt in between + [each for each in order if each not in between] if between else order:
@@ -186,21 +190,24 @@ class PrefillScheduler:
             start = prompt.computed or hit * self._block_size
             most = min(self._max_batch_tokens, SAMPLED_TOKENS) if prompt.whole else self._max_batch_tokens
             num_tokens = min(most - start % most, len(prompt.token_ids) - start)
-            wanted_rows = num_tokens if prompt.whole else 1
-            if num_tokens > room or wanted_rows > rows:
+            if num_tokens > room or not rows:
                 break
+            if prompt.whole and (rows_lack or num_tokens > rows):
+                rows_lack = True  # those behind it that are not scored want one row each
+                continue
             if not self._has_blocks(prompt, start + num_tokens) if prompt.block_table else not self._start(prompt, hit):
                 blocks_lack = True  # what would free them may be behind it
                 continue
-            room, rows = min(room, self._shared_tokens) - num_tokens, rows - wanted_rows
+            room, rows = min(room, self._shared_tokens) - num_tokens, rows - (num_tokens if prompt.whole else 1)
             prompt.computed = start + num_tokens
             chunks.append(PlannedChunk(prompt, start, num_tokens, last=prompt.remaining == 0))
+            in_turn += not rows_lack
         self._cache.lacking = blocks_lack
         if between and chunks:
             order[0].passed = True
         for chunk in chunks:
             chunk.prompt.passed = False
-        self._count(chunks)
+        self._count(chunks[:in_turn])  # to pass a scored prompt is no turn of the line, in which that one is first
         return chunks
 
     def step_done(self, plan: Sequence[PlannedChunk]) -> None:

@@ -84,8 +84,9 @@ async def answer_within(patience_s: float, asked: Awaitable[_Answer]) -> _Answer
             held = clock() - begun > _HELD_LOOKS * look_s
             num_looks += 0.25 if held else 1.0  # a process that is held all the time does not wait for ever
     finally:
-        asking.cancel()
-        await asyncio.gather(asking, return_exceptions=True)
+        if not asking.done():
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
     raise TimeoutError
 
 
@@ -180,7 +181,7 @@ class Endpoint:
         while True:
             await asyncio.sleep(self._heartbeat_s)
             listening.look()
-            for peer in list(self._known):
+            for peer in self._known.union(self._server.peers()):  # also who has proved itself, and never spoke
                 if listening.silent_s(self._server.heard_at(peer)) >= self._lease_s:
                     log.warning("a peer was silent for %g s; taking back what it owned", self._lease_s)
                     self._forget(peer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 from collections.abc import AsyncIterator, Collection, Sequence
@@ -110,8 +111,7 @@ def start_keeper(kind: type, name: str, resources: dict[str, float], *args: Any,
         "max_restarts": -1,
         **placement,
     }
-    actor: Any = ray.remote(kind)
-    return actor.options(**options).remote(*args)
+    return _remote_class(kind).options(**options).remote(*args)
 
 
 def move_stream_keeper(nodes: Collection[str]) -> None:
@@ -156,7 +156,13 @@ def new_actor(process_class: type, name: str, bundle: Resources, **placement: An
     options: dict[str, Any] = {"num_cpus": 0}
     options |= {named[resource]: amount for resource, amount in bundle.items() if resource in named}
     options["resources"] = {resource: amount for resource, amount in bundle.items() if resource not in named}
-    actor_class: Any = ray.remote(process_class).options(
+    actor_class = _remote_class(process_class).options(
         name=name, namespace=NAMESPACE, lifetime="detached", **options, **placement
     )
     return NamedActor(name, actor_class.remote())
+
+
+@functools.cache
+def _remote_class(kind: type) -> Any:
+    """One for all actors of this class: Ray sends each new one to the GCS, and keeps it there and here."""
+    return ray.remote(kind)

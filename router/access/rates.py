@@ -41,8 +41,9 @@ class Buckets:
     """Token buckets in memory. `now` is any clock in seconds that never goes back."""
 
     def __init__(self) -> None:
-        self._filled: dict[str, tuple[float, float]] = {}
-        """By name: a bucket's level, and when it had that level. A bucket that was never charged is full."""
+        self._filled: dict[str, tuple[float, float, float]] = {}
+        """By name: a bucket's level, when it had that level, and when it is full again. A bucket that is not here is full."""
+        self._forget_at = 0.0
 
     def take(self, charges: Sequence[Charge], now: float) -> float:
         """Take all charges and return 0, or none of them and return the seconds until all of them could be taken."""
@@ -51,11 +52,21 @@ class Buckets:
         if wait_s > 0:
             return wait_s
         for charge in charges:
-            self._filled[charge.bucket] = (min(levels[charge.bucket] - charge.amount, charge.per_minute), now)
+            level = min(levels[charge.bucket] - charge.amount, charge.per_minute)
+            full_at = now + (charge.per_minute - level) * _MINUTE_S / charge.per_minute
+            self._filled[charge.bucket] = (level, now, full_at)
+        self._forget_full(now)
         return 0.0
 
+    def _forget_full(self, now: float) -> None:
+        """At most once a minute: each key that was ever used has its buckets."""
+        if now >= self._forget_at:
+            self._forget_at = now + _MINUTE_S
+            for name in [name for name, (_, _, full_at) in self._filled.items() if full_at <= now]:
+                del self._filled[name]
+
     def _level(self, charge: Charge, now: float) -> float:
-        level, since = self._filled.get(charge.bucket, (charge.per_minute, now))
+        level, since, _ = self._filled.get(charge.bucket, (charge.per_minute, now, now))
         return min(charge.per_minute, level + (now - since) * charge.per_minute / _MINUTE_S)
 
 

@@ -25,7 +25,7 @@ PART_BYTES = 64 * 1024
 """Bytes that a client has to take within its time."""
 FULL_BYTES = 4 * 1024 * 1024
 """Bytes that wait for the client of a stream before the stream has to wait too."""
-_SECOND_LOOK_S = 0.05
+_SECOND_LOOK_S = 1.0
 _COMMENT = b": waiting\n\n"
 
 
@@ -138,18 +138,16 @@ class Outlet:
         pause_s = min(QUIET_S, self._client_s)
         waits = [] if self._writing_since is None else [self._writing_since]
         waits += [self._full_since] if self._room is not None and not self._room.done() else []
-        if waits:
-            left_s = min(waits) + self._client_s - now
-            if left_s <= 0 and not self._late:
-                # Perhaps this process was held, and the client has taken all: that is seen before the next look.
-                self._late = True
-                left_s = _SECOND_LOOK_S
-            elif left_s <= 0:
-                if not self.given_up.done():
-                    self.given_up.set_result(None)
-                return
-            else:
-                self._late = False
+        left_s = min(waits, default=now) + self._client_s - now
+        was_late, self._late = self._late, left_s <= 0
+        if was_late and self._late:
+            if not self.given_up.done():
+                self.given_up.set_result(None)
+            return
+        if self._late:
+            # Perhaps this process was held, and the client has taken all: that is seen before the next look.
+            pause_s = min(_SECOND_LOOK_S, self._client_s / 4)
+        elif waits:
             pause_s = min(pause_s, left_s)
         elif self._beats and not self._ended:
             due_s = self._said_at + QUIET_S - now

@@ -60,9 +60,14 @@ class Attempt:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self.journal.ended and not self.finished:
+        if self.ended:
             self.claim.answered(self.journal.num_generated)
         self._held.__exit__(kind, error, trace)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the answer has come to its end, by the latest tokens or by its text."""
+        return self.finished or self.journal.ended
 
     async def first_tokens(self) -> Tokens:
         """Have the prompt computed, with what was emitted before, and return the token that follows it.
@@ -76,7 +81,6 @@ class Attempt:
         if first.finish_reason is not None:
             self.finished = True
             self.claim.finished()
-            self.claim.answered(1)
             self._note_place()
         if self._prompt is not None and first.prefilled.prompt_logprobs is not None:
             self._prompt.logprobs = first.prefilled.prompt_logprobs
@@ -116,8 +120,6 @@ class Attempt:
         for arrival in tokens.arrivals:
             self.times.stepped(*arrival)
         self.finished = tokens.finish_reason is not None
-        if self.finished:
-            self.claim.answered(self.journal.num_generated)
         return tokens
 
     def note_failure(self) -> None:

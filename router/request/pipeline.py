@@ -138,7 +138,7 @@ class Pipeline:
                 try:
                     yield attempt
                 finally:
-                    self._watch.over(watched, claim, ended=attempt.finished or journal.ended)
+                    self._watch.over(watched, claim, ended=attempt.ended)
 
     def _note_failure(self, error: UnavailableError, attempt: Attempt, attempts: _Attempts) -> None:
         """Raises what ends the request, if it may not go on."""

@@ -34,9 +34,11 @@ _WAIT_S = 10.0
 _ANSWER_S = WALL_S + 2.0
 _START_S = 20.0
 _COMMAND = (sys.executable, "-P", "-m", "router.api.large.helper_main")
-_MACHINES = (None, -signal.SIGKILL, -signal.SIGALRM)
-"""Ends of the process that no body is to blame for: it did not start, it was killed for others' memory, or by the router that
-waited for too long, or it got no processor."""
+_MACHINES = (-signal.SIGKILL, -signal.SIGALRM)
+"""Ends of the process that no body is to blame for: it was killed for others' memory, or by the router that waited for too
+long, or it got no processor."""
+_FAILURES = (OSError, asyncio.IncompleteReadError, TimeoutError)
+"""What talking to a process raises that does not answer."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +101,7 @@ class BodyHelper:
                     continue  # nobody waits for it any longer
                 try:
                     problem = await self._answer(job)
-                except (OSError, asyncio.IncompleteReadError, TimeoutError):
-                    error = _unanswered(await self._end())
+                except TandemError as error:
                     if not job.problem.done():
                         job.problem.set_exception(error)
                 else:
@@ -118,28 +119,42 @@ class BodyHelper:
         return await self._queue.get()
 
     async def _answer(self, job: _Job) -> bytes:
-        """Raises OSError, IncompleteReadError or TimeoutError if the process does not answer."""
+        """Raises InvalidRequestError or OverloadedError if the process does not answer, and ends it."""
         process = await self._started()
         assert process.stdin is not None
         assert process.stdout is not None
         kind = job.kind.encode()
-        async with asyncio.timeout(_ANSWER_S):
-            process.stdin.write(REQUEST_HEAD.pack(len(kind), len(job.data)) + kind)
-            process.stdin.write(job.data)
-            await process.stdin.drain()
-            [size] = ANSWER_HEAD.unpack(await process.stdout.readexactly(ANSWER_HEAD.size))
-            return await process.stdout.readexactly(size)
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                process.stdin.write(REQUEST_HEAD.pack(len(kind), len(job.data)) + kind)
+                process.stdin.write(job.data)
+                await process.stdin.drain()
+                [size] = ANSWER_HEAD.unpack(await process.stdout.readexactly(ANSWER_HEAD.size))
+                return await process.stdout.readexactly(size)
+        except _FAILURES:
+            ended = await self._end()
+            if ended in _MACHINES:
+                raise _machine_is_short() from None
+            raise InvalidRequestError("the body takes too much time or memory to read") from None
 
     async def _started(self) -> asyncio.subprocess.Process:
-        """The process, when it is ready for a body."""
+        """The process, when it is ready for a body. Raises OverloadedError if it does not start, whatever the body is."""
         if self._process is None:
-            pipe, path = asyncio.subprocess.PIPE, os.pathsep.join(filter(None, sys.path))
-            environment = os.environ | {"PYTHONPATH": path}
-            self._process = await asyncio.create_subprocess_exec(*self._command, stdin=pipe, stdout=pipe, env=environment)
-            assert self._process.stdout is not None
-            async with asyncio.timeout(_START_S):
-                await self._process.stdout.readexactly(ANSWER_HEAD.size)
+            try:
+                await self._start()
+            except _FAILURES:
+                await self._end()
+                raise _machine_is_short() from None
+        assert self._process is not None
         return self._process
+
+    async def _start(self) -> None:
+        pipe, path = asyncio.subprocess.PIPE, os.pathsep.join(filter(None, sys.path))
+        environment = os.environ | {"PYTHONPATH": path}
+        self._process = await asyncio.create_subprocess_exec(*self._command, stdin=pipe, stdout=pipe, env=environment)
+        assert self._process.stdout is not None
+        async with asyncio.timeout(_START_S):
+            await self._process.stdout.readexactly(ANSWER_HEAD.size)
 
     async def _end(self) -> int | None:
         """How the process ended: its exit code, or minus the signal. None if there was none."""
@@ -158,8 +173,5 @@ class BodyHelper:
         return ended
 
 
-def _unanswered(ended: int | None) -> TandemError:
-    """The error for the body that the process was asked about when it ended so."""
-    if ended in _MACHINES:
-        return OverloadedError("there is no time or memory to read the body now; try again", retry_after_s=1.0)
-    return InvalidRequestError("the body takes too much time or memory to read")
+def _machine_is_short() -> OverloadedError:
+    return OverloadedError("there is no time or memory to read the body now; try again", retry_after_s=1.0)

@@ -122,7 +122,7 @@ class ResponseBuilder:
             _, events = self._begin_message()
         if isinstance(self._open, PartialMessage) and self._logprobs:
             events += self._say("")
-        is_whole = isinstance(self._open, PartialCall) and self._open.is_whole()
+        is_whole = incomplete and isinstance(self._open, PartialCall) and self._open.is_whole()
         events += self._close("completed" if is_whole else status)
         self.response |= {"status": status, "usage": self._usage()}
         if incomplete:

@@ -98,10 +98,9 @@ class PartialCall:
     def is_whole(self) -> bool:
         """Whether its arguments are a whole JSON object."""
         try:
-            json.loads("".join(self._pieces))
-        except ValueError:
+            return isinstance(json.loads("".join(self._pieces)), dict)
+        except (ValueError, RecursionError):
             return False
-        return True
 
     def _event(self, kind: str, **fields: object) -> Json:
         return {"type": kind, "item_id": self._item_id, "output_index": self._output_index, **fields}

@@ -440,3 +440,25 @@ def test_no_step_has_more_rows_of_scored_prompts_than_memory_is_set_aside_for() 
                 scheduler.remove(stream.ticket_id)
     assert not scheduler.streams
     assert scheduler.prefilled_tokens == 6 * (600 + 20)
+
+
+def test_a_scored_prompt_that_lacks_rows_lets_others_pass_that_are_not_scored() -> None:
+    world = ScoringMachine()
+    world.scheduler = scheduler = DecodeScheduler(world.ledger, 64, 2048, TURN_S, lambda: world.now)
+    sizes = (300, 240, 5, 20)
+    for kind, size in enumerate(sizes):
+        world.arrive(b"router-1", 2 * kind, size, 2, 1)
+    world.start_all(here=True)
+    streams = list(scheduler.streams)
+    for stream in streams[:3]:
+        assert stream.prefill is not None
+        stream.prefill.scores = PromptScores((), 0)
+    plans = []
+    for _ in range(3):
+        planned = [(stream, scheduler.chunk(stream)) for stream in scheduler.plan()]
+        plans.append([streams.index(stream) for stream, _ in planned])
+        for stream, chunk in planned:
+            scheduler.computed(stream, chunk)
+            if chunk.end == len(stream.token_ids):
+                scheduler.remove(stream.ticket_id)
+    assert plans == [[0, 3], [0], [1, 2]], "the small one does not go before the second"

@@ -420,3 +420,27 @@ def test_no_step_has_more_rows_of_logits_than_memory_is_set_aside_for() -> None:
         assert sum(chunk.num_tokens if chunk.prompt.whole else 1 for chunk in plan) <= SAMPLED_TOKENS
         computed += sum(chunk.num_tokens for chunk in plan)
     assert computed == 12 * (600 + 20)
+
+
+def test_a_scored_prompt_that_lacks_rows_lets_others_pass_that_are_not_scored() -> None:
+    scheduler = PrefillScheduler(PrefixCache(3000), BLOCK_SIZE, steps_of(2048))
+    first, second, small = (scheduler.new_prompt(range(size), "", whole=True) for size in (300, 240, 5))
+    for prompt in (first, second, small):
+        scheduler.add(prompt)
+    [late] = added(scheduler, range(5000, 5020))
+    plans = [[chunk.prompt for chunk in step(scheduler)] for _ in range(3)]
+    assert plans == [[first], [first, late], [second, small]], "the first step has not even one row left"
+
+
+def test_a_scored_prompt_of_the_line_has_its_turn_while_others_pass_it() -> None:
+    """Those that were sent ahead are scored, too, and take the rows of every step that is not the line's."""
+    scheduler = PrefillScheduler(PrefixCache(8000), BLOCK_SIZE, steps_of(2048))
+    waiting = scheduler.new_prompt(range(200), "", whole=True)
+    scheduler.add(waiting)
+    plans = []
+    for number in range(1, 4):
+        scheduler.add(scheduler.new_prompt(range(1000 * number, 1000 * number + 200), "", whole=True), ahead=True)
+        [passing] = added(scheduler, range(1000 * number + 500, 1000 * number + 520))
+        plans.append([chunk.prompt for chunk in step(scheduler)])
+        assert passing in plans[-1]
+    assert [waiting in plan for plan in plans] == [False, True, False]

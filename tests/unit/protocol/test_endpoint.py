@@ -32,3 +32,30 @@ def test_a_peer_that_is_new_hears_at_once() -> None:
             await asyncio.wait([running])
 
     asyncio.run(scenario())
+
+
+def test_a_peer_that_never_speaks_is_given_up_after_a_lease() -> None:
+    """It proves that it knows the secret, and would get reports for ever."""
+
+    async def scenario() -> None:
+        server, lost = WireServer(SECRET, "127.0.0.1"), list[bytes]()
+        endpoint = Endpoint(server, lease_s=1.0, heartbeat_s=0.1)
+        running = asyncio.create_task(endpoint.run({}, lambda: load_report("decode-0", epoch=5), lost.append))
+        try:
+            silent = await WireClient.connect(server.address, SECRET, 5)
+            speaks = await WireClient.connect(server.address, SECRET, 5)
+            assert len(server.peers()) == 2
+            async with asyncio.timeout(20):
+                while len(server.peers()) == 2:
+                    speaks.send(Ping())
+                    await asyncio.sleep(0.05)
+            [left] = server.peers()
+            assert endpoint.is_connected(left), "the one that speaks"
+            assert lost == [], "the other one owned nothing"
+            silent.close()
+            speaks.close()
+        finally:
+            running.cancel()
+            await asyncio.wait([running])
+
+    asyncio.run(scenario())

@@ -8,8 +8,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -185,24 +186,61 @@ def test_a_body_is_not_to_blame_for_what_the_machine_does() -> None:
     asyncio.run(test())
 
 
-@pytest.mark.parametrize("held_s", [1.7, 3.2])
-def test_a_good_body_is_let_in_after_a_stall(held_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The helper is stopped for a while, or the router is while the helper is not."""
+@pytest.mark.parametrize("command", [(sys.executable, "-c", "exit(1)"), ("/nowhere",), (sys.executable, "-c", "input()")])
+def test_no_body_is_to_blame_for_a_helper_that_does_not_start(command: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(helper, "_START_S", 2.0)
+
+    async def test() -> None:
+        body_helper = BodyHelper(command)
+        with pytest.raises(OverloadedError, match="no time or memory"):
+            await body_helper.check(CompletionBody, LONG)
+        assert body_helper.pid is None
+        await body_helper.close()
+
+    asyncio.run(test())
+
+
+STOPS_ITSELF = """
+import os, signal
+from router.api.large import helper_main
+problem = helper_main.problem
+def stopped(*args):
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return problem(*args)
+helper_main.problem = stopped
+helper_main.main()
+"""
+
+
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def test_a_good_body_is_let_in_after_its_helper_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(helper, "_WAIT_S", 60.0)
+
+    async def test() -> None:
+        body_helper = BodyHelper((sys.executable, "-c", STOPS_ITSELF))
+        checking = asyncio.create_task(body_helper.check(CompletionBody, MANY))
+        await eventually(lambda: body_helper.pid is not None and is_stopped(body_helper.pid))
+        await asyncio.sleep(1.7)
+        assert body_helper.pid is not None
+        os.kill(body_helper.pid, signal.SIGCONT)
+        await checking
+        await body_helper.close()
+
+    asyncio.run(test())
+
+
+def test_a_good_body_is_let_in_after_its_router_was_held(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(helper, "_WAIT_S", 60.0)
 
     async def test() -> None:
         body_helper = BodyHelper()
         await body_helper.check(CompletionBody, LONG)
-        pid = body_helper.pid
-        assert pid is not None
         checking = asyncio.create_task(body_helper.check(CompletionBody, MANY))
         await asyncio.sleep(0.01)
-        if held_s < 3:
-            os.kill(pid, signal.SIGSTOP)
-            await asyncio.sleep(held_s)
-            os.kill(pid, signal.SIGCONT)
-        else:
-            asyncio.get_running_loop().call_soon(time.sleep, held_s)
+        asyncio.get_running_loop().call_soon(time.sleep, 3.2)
         await checking
         await body_helper.close()
 
@@ -210,7 +248,11 @@ def test_a_good_body_is_let_in_after_a_stall(held_s: float, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    "limit", ["JOB_S = 0.01", "_MAX_MEMORY = 2**22 + int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()"]
+    "limit",
+    [
+        "JOB_S = 0.05; helper_main.problem = lambda *_: any(iter(int, 1))",
+        "_MAX_MEMORY = 2**22 + int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()",
+    ],
 )
 def test_a_body_that_takes_too_much_time_or_memory_is_refused(limit: str) -> None:
     program = f"import resource; from router.api.large import helper_main; helper_main.{limit}; helper_main.main()"

@@ -80,7 +80,8 @@ def test_events_add_up(said: list[str], calls: list[list[str]], finish: Finish |
 
 def test_a_whole_call_is_completed_though_the_answer_is_cut() -> None:
     """The limit may fall behind the call's closing brace; a client runs completed calls alone."""
-    for arguments, status in (['{"a": 1}', "completed"], ['{"a": 1', "incomplete"], ["", "incomplete"]):
+    cut = ['{"a": 1', "", "[1]", '{"a":' + "[" * 5000]
+    for arguments, status in [('{"a": 1}', "completed"), *((text, "incomplete") for text in cut)]:
         builder = ResponseBuilder("x", "m", ResponsesBody(model="m", input="i"), 5)
         for piece in pieces([], [[arguments]], "length"):
             events = builder.push(piece)
