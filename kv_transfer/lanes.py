@@ -53,7 +53,7 @@ class ReceiveLane(Protocol):
         """
 
     async def close(self) -> None:
-        """End the lane and give back what it holds."""
+        """End the lane and give back what it holds; what it waits for raises TransportError. Idempotent."""
 
 
 class SendRank(Protocol):
@@ -217,7 +217,8 @@ def _close_late(connecting: Future[SendChannel] | Future[ReceiveChannel]) -> Non
 
 
 def _close(thread: ThreadPoolExecutor, channel: SendChannel | ReceiveChannel) -> None:
-    """Both may block: the thread until the transport's deadline."""
+    """End a lane, also one whose thread waits for a peer that is lost or for a step that has not ended. May block."""
+    channel.interrupt()
     thread.shutdown()
     channel.close()
 
@@ -261,6 +262,7 @@ class _LocalSendLane:
         self._thread = thread
         self._progress = progress
         self._deadline_s = deadline_s
+        self._closed = False
 
     async def send(self, step: int, spans: Sequence[TokenSpan]) -> list[bytes]:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._send, step, spans)
@@ -279,7 +281,9 @@ class _LocalSendLane:
         return push.fingerprints.digests()
 
     async def close(self) -> None:
-        await asyncio.to_thread(_close, self._thread, self._channel)
+        if not self._closed:
+            self._closed = True
+            await asyncio.to_thread(_close, self._thread, self._channel)
 
 
 class _LocalReceiveLane:
@@ -288,6 +292,7 @@ class _LocalReceiveLane:
         self._pool = pool
         self._block_size = block_size
         self._thread = thread
+        self._closed = False
 
     async def receive(self, spans: Sequence[TokenSpan]) -> list[bytes]:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._receive, spans)
@@ -306,4 +311,6 @@ class _LocalReceiveLane:
             self._pool.settle()  # also of a push that failed: its blocks may be another's as soon as it has ended
 
     async def close(self) -> None:
-        await asyncio.to_thread(_close, self._thread, self._channel)
+        if not self._closed:
+            self._closed = True
+            await asyncio.to_thread(_close, self._thread, self._channel)

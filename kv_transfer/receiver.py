@@ -249,7 +249,9 @@ class ReceivingPair:
                     destination.arrived(lane, digest)
             ok = True
         except asyncio.CancelledError:
-            # Only the threads' end makes the blocks safe to reuse, whatever became of this pair.
+            # Only the threads' end makes the blocks safe to reuse, whatever became of this pair. A sender that is lost would be
+            # waited for as long as a step may take.
+            await asyncio.gather(*(self._lanes[lane].close() for lane in lanes), return_exceptions=True)
             await asyncio.wait(receiving)
             for task in receiving:
                 task.exception()  # nobody is left to be told

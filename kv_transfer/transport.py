@@ -7,8 +7,8 @@ push, in the order in which pushes were announced. That order is the protocol; n
 Channels move bytes and vouch for nothing: what arrived is compared with what was sent by `fingerprint`, pool to pool.
 
 All calls on a channel come from its pair's one transfer thread and may block, but never beyond the deadline given at
-connect; only `close` may come from elsewhere, after that thread has ended. After a TransportError a channel is dead: its
-owner closes it, and a new epoch of the pair starts over.
+connect. Only `interrupt` may come from elsewhere, and `close` after that thread has ended. After a TransportError a channel is
+dead: its owner closes it, and a new epoch of the pair starts over.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ class SendChannel(Protocol):
     def flush(self) -> None:
         """Wait until everything that was sent may be overwritten. Raises TransportError."""
 
+    def interrupt(self) -> None:
+        """Have a call of the transfer thread raise TransportError soon, and all later ones."""
+
     def close(self) -> None:
         """End the channel and give back what it holds."""
 
@@ -51,6 +54,9 @@ class ReceiveChannel(Protocol):
 
     def flush(self) -> None:
         """Tell the sender, if it waits for that, that everything received is in the slots. Raises TransportError."""
+
+    def interrupt(self) -> None:
+        """Have a call of the transfer thread raise TransportError soon, and all later ones."""
 
     def close(self) -> None:
         """End the channel and give back what it holds."""

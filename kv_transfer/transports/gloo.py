@@ -10,9 +10,11 @@ thread per pair waits; after a timeout the pair is dead.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -24,6 +26,8 @@ from kv_transfer.transports.staged import StagedReceiver, StagedSender
 from protocol.errors import first_line
 
 _SENDER, _RECEIVER = 0, 1
+_NOTHING = 1
+"""A tag with which nothing is ever sent."""
 
 
 _gloo: Any = dist.ProcessGroupGloo  # torch's stubs know neither its options nor send and recv
@@ -50,6 +54,11 @@ class _GlooPipe:
 
     def receive(self, into: Tensor) -> None:
         self._do(lambda: self._group.recv([into], self._peer, 0))
+
+    def interrupt(self) -> None:
+        """Gloo ends a pair, and all that wait for it, when a single wait for it has timed out."""
+        with suppress(RuntimeError):
+            self._group.recv([torch.empty(1)], self._peer, _NOTHING).wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
         self._group = None

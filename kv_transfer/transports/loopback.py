@@ -90,6 +90,9 @@ class _LoopbackPipe:
             raise TransportError(f"{len(payload)} bytes arrived where {len(into)} were expected")
         into[: len(payload)] = payload
 
+    def interrupt(self) -> None:
+        self._pipe.put(None)
+
     def close(self) -> None:
         self._pipe.put(None)
 

@@ -123,6 +123,10 @@ class NcclPipe:
             raise TransportError("prefill broke the protocol")
         self._move(self._communicator.receive, into)
 
+    def interrupt(self) -> None:
+        """What the notice has told of arrives, or does not within the communicator's deadline."""
+        self._notices.interrupt()
+
     def close(self) -> None:
         self._notices.close()
         self._communicator.abort()

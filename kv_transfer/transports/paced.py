@@ -67,6 +67,9 @@ class _PacedChannel:
     def flush(self) -> None:
         self._channel.flush()
 
+    def interrupt(self) -> None:
+        self._channel.interrupt()
+
     def close(self) -> None:
         self._channel.close()
 

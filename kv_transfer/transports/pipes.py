@@ -15,6 +15,7 @@ import os
 import socket
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 from kv_transfer.transport import TransportError
 
@@ -76,6 +77,11 @@ class Pipe:
         """Read the sender's proof, with which no files come. Raises TransportError if it does not know the key."""
         if not hmac.compare_digest(self.receive(_PROOF_BYTES), proof(key, b"prefill")):
             raise TransportError("somebody else answered")
+
+    def interrupt(self) -> None:
+        """Have whoever waits for the peer hear a TransportError now."""
+        with suppress(OSError):  # the peer has closed it
+            self._connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close the socket."""

@@ -127,6 +127,9 @@ class SameHostSendChannel:
             raise TransportError("decode broke the protocol")
         self._in_flight = 0
 
+    def interrupt(self) -> None:
+        self._pipe.interrupt()
+
     def close(self) -> None:
         self._pipe.close()
 
@@ -150,6 +153,9 @@ class SameHostReceiveChannel:
         self._source.settle()
         self._pipe.send(_COPIED * self._in_flight)
         self._in_flight = 0
+
+    def interrupt(self) -> None:
+        self._pipe.interrupt()
 
     def close(self) -> None:
         self._pipe.close()

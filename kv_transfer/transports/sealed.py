@@ -50,6 +50,9 @@ class SealedPipe:
         except InvalidTag:
             raise TransportError("KV was changed on its way: it does not open with the channel's key") from None
 
+    def interrupt(self) -> None:
+        self._pipe.interrupt()
+
     def close(self) -> None:
         self._pipe.close()
 

@@ -26,6 +26,9 @@ class BytePipe(Protocol):
     def receive(self, into: Tensor) -> None:
         """Fill `into`: uint8 [n], contiguous."""
 
+    def interrupt(self) -> None:
+        """Have a call of another thread raise TransportError soon."""
+
     def close(self) -> None:
         """End the connection."""
 
@@ -62,6 +65,9 @@ class StagedSender:
     def flush(self) -> None:
         """Return at once: nothing reads the pool once `send` has returned."""
 
+    def interrupt(self) -> None:
+        self._pipe.interrupt()
+
     def close(self) -> None:
         self._pipe.close()
 
@@ -81,6 +87,9 @@ class StagedReceiver:
 
     def flush(self) -> None:
         """Return at once: the sender waits for nothing."""
+
+    def interrupt(self) -> None:
+        self._pipe.interrupt()
 
     def close(self) -> None:
         self._pipe.close()

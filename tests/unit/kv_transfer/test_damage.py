@@ -95,6 +95,9 @@ class DamagedChannel:
     def flush(self) -> None:
         self.real.flush()
 
+    def interrupt(self) -> None:
+        self.real.interrupt()
+
     def close(self) -> None:
         self.real.close()
 

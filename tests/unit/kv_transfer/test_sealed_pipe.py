@@ -28,6 +28,9 @@ class Wire:
     def receive(self, into: Tensor) -> None:
         into.copy_(self.seen.pop(0))
 
+    def interrupt(self) -> None:
+        self.seen.clear()
+
     def close(self) -> None:
         self.closed = True
 
