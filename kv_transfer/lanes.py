@@ -27,7 +27,7 @@ from kv_transfer.pool_view import CpuPoolView, PoolView, Slots
 from kv_transfer.progress import StepProgress
 from kv_transfer.transport import LackError, ReceiveChannel, ReceiveTransport, SendChannel, SendTransport, TransportError
 from protocol.errors import KvTransferError, TransportUnavailableError, first_line
-from protocol.gang import HeadMove, TokenSpan
+from protocol.gang import STEP_LEASES, HeadMove, TokenSpan
 
 Exchange = Callable[[bytes], Awaitable[bytes]]
 """Sends our offer to the peer and returns its answer, or raises its refusal."""
@@ -88,7 +88,7 @@ class LocalSendRank:
     """A sending rank of this process.
 
     `layers` are its pool's, each [2 (K, V), slots, KV heads, head size]; `progress` tells which of them the engine has
-    computed. Each message may take `deadline_s` seconds.
+    computed. Each message may take `lease_s` seconds once its layers are there, and these STEP_LEASES times as long.
     """
 
     def __init__(
@@ -97,14 +97,14 @@ class LocalSendRank:
         block_size: int,
         transports: Sequence[SendTransport],
         progress: StepProgress,
-        deadline_s: float,
+        lease_s: float,
     ) -> None:
         view_of(layers).compile()
         self._layers = layers
         self._block_size = block_size
         self._transports = {transport.name: transport for transport in transports}
         self._progress = progress
-        self._deadline_s = deadline_s
+        self._lease_s = lease_s
 
     @property
     def transports(self) -> Sequence[str]:
@@ -124,14 +124,15 @@ class LocalSendRank:
             return asyncio.run_coroutine_threadsafe(ask(ours), loop).result()
 
         connect = self._transports[transport].connect_sender
-        channel = await _connected(thread, pool, lambda: connect(blocking_exchange, pool, self._deadline_s))
-        return _LocalSendLane(channel, pool, self._block_size, thread, self._progress, self._deadline_s)
+        channel = await _connected(thread, pool, lambda: connect(blocking_exchange, pool, self._lease_s))
+        return _LocalSendLane(channel, pool, self._block_size, thread, self._progress, self._lease_s)
 
 
 class LocalReceiveRank:
     """A receiving rank of this process.
 
-    `layers` are its pool's, each [2 (K, V), slots, KV heads, head size]. Each message may take `deadline_s` seconds.
+    `layers` are its pool's, each [2 (K, V), slots, KV heads, head size]. Each message may take
+    `deadline_s` seconds, with the step that computes it. Closing a lane ends the wait for a sender that is lost.
     """
 
     def __init__(
@@ -254,14 +255,14 @@ class _LocalSendLane:
         block_size: int,
         thread: ThreadPoolExecutor,
         progress: StepProgress,
-        deadline_s: float,
+        lease_s: float,
     ) -> None:
         self._channel = channel
         self._pool = pool
         self._block_size = block_size
         self._thread = thread
         self._progress = progress
-        self._deadline_s = deadline_s
+        self._lease_s = lease_s
         self._closed = False
 
     async def send(self, step: int, spans: Sequence[TokenSpan]) -> list[bytes]:
@@ -274,7 +275,7 @@ class _LocalSendLane:
             # What goes last waits for the whole step: sending takes the interpreter from the engine, and nobody waits for
             # KV before the first token is out.
             is_last = layers.stop == len(self._pool.layers)
-            self._progress.wait_for(step, layers.stop if is_last else layers[-1], self._deadline_s)
+            self._progress.wait_for(step, layers.stop if is_last else layers[-1], STEP_LEASES * self._lease_s)
             self._channel.send(layers, push.slots)
             push.fingerprints.update(layers)
         self._channel.flush()

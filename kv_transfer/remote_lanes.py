@@ -259,14 +259,14 @@ def send_ranks(
     block_size: int,
     transports: Sequence[SendTransport],
     others: Sequence[Ask],
-    deadline_s: float,
+    lease_s: float,
     progress: StepProgress,
 ) -> list[SendRank]:
     """The sending ranks of one worker: the first rank, whose pool `layers` are, and those of its gang, whom `others` ask.
 
     `progress` tells what the first rank's engine has computed.
     """
-    first = LocalSendRank(layers, block_size, transports, progress, deadline_s)
+    first = LocalSendRank(layers, block_size, transports, progress, lease_s)
     return [first, *(RemoteSendRank(ask, first.transports) for ask in others)]
 
 

@@ -90,12 +90,11 @@ class WorkerCore:
         self._teller = CacheTeller(rank.me.life, self.endpoint.send)
         self.cache = PrefixCache(pool.num_blocks, pool.num_kept, self._teller.note)
         self._teller.tells_of(self.cache.keys)
-        message_s = STEP_LEASES * limits.lease_s
-        senders = send_ranks(pool.layers(), pool.block_size, sending, gang.askers(), message_s, progress)
+        senders = send_ranks(pool.layers(), pool.block_size, sending, gang.askers(), limits.lease_s, progress)
         self.peers = DecodePeers(rank.me, rank.secret, runner.layout(), senders, limits)
         self.books = SeveralBooks()
         """Where KV arrives. Each role that takes some adds its own."""
-        receivers = receive_ranks(pool.layers(), pool.block_size, receiving, gang.askers(), message_s)
+        receivers = receive_ranks(pool.layers(), pool.block_size, receiving, gang.askers(), STEP_LEASES * limits.lease_s)
         self.arrivals = Arrivals(
             rank.me, self.books, runner.layout(), runner.facts.vocab_size, pool.block_size, receivers, self.endpoint.send
         )

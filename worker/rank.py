@@ -34,7 +34,7 @@ def share_of(runner: Runner, receiving: Sequence[ReceiveTransport], sending: Seq
     layers, block_size = runner.pool.layers(), runner.pool.block_size
     progress = StepProgress(runner.pool.data.device)
     lanes = LaneHost(
-        LocalSendRank(layers, block_size, sending, progress, STEP_LEASES * lease_s),
+        LocalSendRank(layers, block_size, sending, progress, lease_s),
         LocalReceiveRank(layers, block_size, receiving, STEP_LEASES * lease_s),
     )
     return Share(
