@@ -70,6 +70,6 @@ class Arrivals:
 
 
 def _is_change(count: int, expected: float) -> bool:
-    """Whether so many requests, or so few, can't be chance where these are expected."""
+    """Whether a count of requests is so far from the expected one that chance does not explain it."""
     mean = max(expected, 0.5)
     return (count * math.log(count / mean) if count else 0.0) - count + mean > _NO_CHANCE

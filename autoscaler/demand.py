@@ -73,7 +73,7 @@ class InTime:
     """Share within the limit in the last quarter of an hour."""
 
     def missed(self, attainment: float) -> bool:
-        """Whether the limit is missed, and has been. A minute of a few dozen requests may be under any share by chance."""
+        """Whether both shares are too small. A minute of a few dozen requests alone may have any share by chance."""
         return all(share is not None and share < attainment for share in (self.latest, self.lately))
 
 
@@ -179,13 +179,13 @@ class DemandMeter:
 
     def demand(self, now: float, start_s: float = 0.0) -> Demand:
         """What is asked now. What lasts no longer than the start of a worker is no burst: it would come too late."""
-        slow = self._slow.total(now)
-        counts = slow.counts, self._long.total(now).counts
+        slow, long = self._slow.total(now), self._long.total(now)
+        counts = slow.counts, long.counts
         fresh = [seen for at, seen in self._routers.values() if now - at < FRESH_S]
         spent = [busy_s / computed if computed else None for busy_s, computed in zip(slow.busy_s, slow.computed, strict=True)]
         return Demand(
             rate=self._arrivals.rate(now, start_s),
-            lengths=self._measure_lengths(now),
+            lengths=self._measure_lengths(long),
             waiting=sum(seen.waiting for seen in fresh),
             first_tokens=InTime(*(_share(each.first_in_time, each.first_tokens) for each in counts)),
             paced=InTime(*(_share(each.in_pace, each.paced) for each in counts)),
@@ -195,8 +195,7 @@ class DemandMeter:
             idle_s=now - self._asked_at,
         )
 
-    def _measure_lengths(self, now: float) -> Lengths | None:
-        totals = self._long.total(now)
+    def _measure_lengths(self, totals: _Totals) -> Lengths | None:
         sums = totals.counts
         if sums.arrived and sums.ended and sums.prompt_tokens:
             mean = sums.prompt_tokens / sums.arrived

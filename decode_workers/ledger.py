@@ -492,14 +492,14 @@ class Ledger:
         entry = self.find(ticket_id)
         return entry if entry is not None and entry.transfer_id == transfer_id else None
 
-    def _deadline(self) -> float:
-        return self._clock() + self._lease_s
+    def _deadline(self, leases: int = 1) -> float:
+        return self._clock() + leases * self._lease_s
 
     def _move(self, entry: TicketEntry, state: TicketState) -> None:
         check_transition(entry.state, state)
         entry.state = state
-        leases = STEP_LEASES if state.final else 1  # a push that waits for a step goes on into the quarantined blocks
-        entry.deadline = self._clock() + leases * self._lease_s
+        # A push that waits for its step goes on into the quarantined blocks.
+        entry.deadline = self._deadline(STEP_LEASES if state.final else 1)
 
     def _fail(self, entry: TicketEntry, state: TicketState) -> None:
         self._move(entry, state)

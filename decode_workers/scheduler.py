@@ -22,8 +22,8 @@ recomputed, oldest first. Short prompts share a step. A long one is cut into chu
 is there, because where the cuts are decides how sums are rounded. After a chunk of a prompt that has more than eight, shorter
 prompts have a step, if there are any (`configs.arithmetic.goes_between`). So a prompt of one step waits for two chunks of a
 long one, and for one more for each step of those before it. A scored prompt for whose logits a step has too little memory lets
-others pass that are not scored. What was emitted is never sampled again: a stream goes on at the
-position after its newest token.
+others pass that are not scored. What was emitted is never sampled again: a stream goes on at the position after its newest
+token.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class Stream:
 
     @property
     def scored(self) -> bool:
-        """Whether its prompt is computed here, with the logprobs of all its tokens."""
+        """Whether this worker computes the stream's prompt, with the logprobs of all tokens of the prompt."""
         return self.prefill is not None and self.prefill.scores is not None
 
     @property

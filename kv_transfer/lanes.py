@@ -53,7 +53,7 @@ class ReceiveLane(Protocol):
         """
 
     async def close(self) -> None:
-        """End the lane and give back what it holds; what it waits for raises TransportError. Idempotent."""
+        """End the lane and give back what it holds; what it waits for raises TransportError."""
 
 
 class SendRank(Protocol):
@@ -131,8 +131,8 @@ class LocalSendRank:
 class LocalReceiveRank:
     """A receiving rank of this process.
 
-    `layers` are its pool's, each [2 (K, V), slots, KV heads, head size]. Each message may take
-    `deadline_s` seconds, with the step that computes it. Closing a lane ends the wait for a sender that is lost.
+    `layers` are its pool's, each [2 (K, V), slots, KV heads, head size]. Each message may take `deadline_s` seconds, with
+    the step that computes it. Closing a lane ends the wait for a sender that is lost.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ def _close_late(connecting: Future[SendChannel] | Future[ReceiveChannel]) -> Non
 
 
 def _close(thread: ThreadPoolExecutor, channel: SendChannel | ReceiveChannel) -> None:
-    """End a lane, also one whose thread waits for a peer that is lost or for a step that has not ended. May block."""
+    """End a lane, also one whose thread waits for a peer that is lost. Blocks while a sending thread waits for its step."""
     channel.interrupt()
     thread.shutdown()
     channel.close()
@@ -263,7 +263,6 @@ class _LocalSendLane:
         self._thread = thread
         self._progress = progress
         self._lease_s = lease_s
-        self._closed = False
 
     async def send(self, step: int, spans: Sequence[TokenSpan]) -> list[bytes]:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._send, step, spans)
@@ -282,9 +281,7 @@ class _LocalSendLane:
         return push.fingerprints.digests()
 
     async def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            await asyncio.to_thread(_close, self._thread, self._channel)
+        await asyncio.to_thread(_close, self._thread, self._channel)
 
 
 class _LocalReceiveLane:
@@ -293,7 +290,6 @@ class _LocalReceiveLane:
         self._pool = pool
         self._block_size = block_size
         self._thread = thread
-        self._closed = False
 
     async def receive(self, spans: Sequence[TokenSpan]) -> list[bytes]:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._receive, spans)
@@ -312,6 +308,4 @@ class _LocalReceiveLane:
             self._pool.settle()  # also of a push that failed: its blocks may be another's as soon as it has ended
 
     async def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            await asyncio.to_thread(_close, self._thread, self._channel)
+        await asyncio.to_thread(_close, self._thread, self._channel)

@@ -232,7 +232,11 @@ class ReceivingPair:
             for task in self._connecting.values():
                 task.cancel()
             await asyncio.gather(*self._connecting.values(), return_exceptions=True)
-            await asyncio.gather(*(lane.close() for lane in self._lanes.values()))
+            await self._close_lanes()
+
+    async def _close_lanes(self) -> None:
+        lanes, self._lanes = self._lanes, {}
+        await asyncio.gather(*(lane.close() for lane in lanes.values()))
 
     async def _receive(self, push: _Push) -> None:
         spans = [
@@ -251,9 +255,9 @@ class ReceivingPair:
         except asyncio.CancelledError:
             # Only the threads' end makes the blocks safe to reuse, whatever became of this pair. A sender that is lost would be
             # waited for as long as a step may take.
-            await asyncio.gather(*(self._lanes[lane].close() for lane in lanes), return_exceptions=True)
-            await asyncio.wait(receiving)
-            for task in receiving:
+            ending = [asyncio.create_task(self._close_lanes()), *receiving]
+            await asyncio.wait(ending)
+            for task in ending:
                 task.exception()  # nobody is left to be told
             raise
         finally:

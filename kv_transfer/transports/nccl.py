@@ -124,7 +124,7 @@ class NcclPipe:
         self._move(self._communicator.receive, into)
 
     def interrupt(self) -> None:
-        """What the notice has told of arrives, or does not within the communicator's deadline."""
+        """End the wait for the next notice. A payload that was told of still has the communicator's deadline."""
         self._notices.interrupt()
 
     def close(self) -> None:

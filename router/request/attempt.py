@@ -66,7 +66,7 @@ class Attempt:
 
     @property
     def ended(self) -> bool:
-        """Whether the answer has come to its end, by the latest tokens or by its text."""
+        """Whether the answer is complete: its last token has come, or its text ended, as at a stop string."""
         return self.finished or self.journal.ended
 
     async def first_tokens(self) -> Tokens:

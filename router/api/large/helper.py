@@ -38,7 +38,7 @@ _MACHINES = (-signal.SIGKILL, -signal.SIGALRM)
 """Ends of the process that no body is to blame for: it was killed for others' memory, or by the router that waited for too
 long, or it got no processor."""
 _FAILURES = (OSError, asyncio.IncompleteReadError, TimeoutError)
-"""What talking to a process raises that does not answer."""
+"""Errors of a helper process that does not answer."""
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ class PartialCall:
         }
 
     def is_whole(self) -> bool:
-        """Whether its arguments are a whole JSON object."""
+        """Whether the arguments of the call are a whole JSON object, so that a client can run it."""
         try:
             return isinstance(json.loads("".join(self._pieces)), dict)
         except (ValueError, RecursionError):

@@ -146,7 +146,7 @@ def test_a_router_that_is_gone_waits_for_nothing() -> None:
 
 
 def test_a_stall_of_the_controller_is_no_burst() -> None:
-    """What came meanwhile is told at once afterwards, by every router."""
+    """Routers tell afterwards, all at once, of the requests that came while the controller was held."""
     meter = DemandMeter(0.0)
     rates = []
     for now in (*range(1, 601), *range(660, 721)):

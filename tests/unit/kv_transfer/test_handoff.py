@@ -154,12 +154,13 @@ def test_a_pair_that_is_closed_while_it_breaks_gives_its_channel_back() -> None:
             ticket, _ = w.decode.ticket(8)
             push = pair.push(w.progress.begin(), [PushPart(OutgoingTransfer(ticket), [1, 2], 0, 8)])
             await until(lambda: w.decode.ledger.pushes_in_flight == 1)
+            lane = receiver._lanes[0]
             pair._lanes[0]._channel.close()  # type: ignore[attr-defined]
             while not receiver.closed:  # noqa: ASYNC110 - the moment between its thread's end and its own
                 await asyncio.sleep(0)
             await asyncio.gather(receiver.close(), receiver.close())
             with pytest.raises(AssertionError, match="closed"):
-                receiver._lanes[0]._channel.receive(range(1), Slots([]))  # type: ignore[attr-defined]
+                lane._channel.receive(range(1), Slots([]))  # type: ignore[attr-defined]
             assert w.decode.blocks.num_free == BLOCKS
             with pytest.raises(KvTransferError):
                 await push

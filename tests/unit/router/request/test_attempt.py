@@ -1,4 +1,4 @@
-"""What an attempt tells of its answer when it is over."""
+"""What an attempt tells its claim of the length of the answer, when the attempt is over."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def answer(cluster: Any, max_tokens: int = 40, num_choices: int = 1) -> AsyncGen
 
 
 def test_a_ticket_is_attached_while_the_first_token_is_not_taken(run_cluster: Run) -> None:
-    """What was committed has to be attached within a lease. A late attach is held against the pair, which is healthy."""
+    """Committed KV has to be attached within a lease. A late attach would be held against a healthy pair of workers."""
 
     async def test(cluster: Any) -> None:
         cluster.says(TEXT)
