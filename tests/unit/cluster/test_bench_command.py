@@ -56,8 +56,7 @@ def finished(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_results_are_kept_where_nobody_reads_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with suppress(OSError), Path("/dev/full").open("w") as nobody:
         monkeypatch.setattr(sys, "stdout", nobody)
-        monkeypatch.setattr(sys, "argv", ["tandem", "bench", "--save-result", "--result-dir", str(tmp_path / "new")])
-        cli.main()
+        assert run(monkeypatch, "--save-result", "--result-dir", str(tmp_path / "new")) == 2
     [saved] = (tmp_path / "new").iterdir()
     assert json.loads(saved.read_text())["completed"] == 1
 
