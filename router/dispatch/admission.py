@@ -88,7 +88,8 @@ class Admission:
     async def admit(self, attempt_id: str, journal: Journal, deadline: float, *, retried: bool, avoid: Container[str]) -> Claim:
         """Wait for a pair with room for what is left of the request; the caller leaves the Claim. Workers in `avoid` come last.
 
-        A request that is `retried`, since an earlier attempt at it failed, goes ahead of all others.
+        A request that is `retried`, since an earlier attempt at it failed, goes ahead of all others. While workers of all roles
+        are up it waits beyond `deadline` if it has begun to answer: others are before it, and its client has a part already.
 
         Raises InvalidRequestError when no worker's pool could ever hold it. Raises OverloadedError when too many wait already,
         when no room came until `deadline` (the loop's time), or when none would at the present pace. Raises UnavailableError
@@ -96,27 +97,50 @@ class Admission:
         """
         self.check_possible(journal.num_tokens, journal.remaining_tokens)
         cached = await self._cached_parts(journal)
-        try:
-            with self._placed(journal, deadline, ahead=retried) as place:
-                if place.outranks_front:
-                    self._roster.note_change()  # who waits for room at the front lets it look first
-                asking = Asking(journal.num_tokens, journal.scheduling_class)
-                while True:
-                    await place.front()
-                    self._roster.check_open()
-                    seen = self._roster.changes
-                    asking.asked.clear()
-                    claim = await self._try(attempt_id, journal, cached, avoid, asking, again=retried)
-                    if claim is not None:
-                        place.served = True
-                        return claim
-                    if asking.asked and all(journal.scheduling_class in link.claims.turned_away for link in asking.asked):
-                        place.step_aside()
-                    elif not asking.asked and self._waits_for_a_long_one(journal.num_tokens):
-                        place.let_pass()
-                    await self._roster.next_change(seen, deadline)
-        except TimeoutError:
-            raise self._refusal(journal) from None
+        with self._placed(journal, deadline, ahead=retried) as place:
+            if place.outranks_front:
+                self._roster.note_change()  # who waits for room at the front lets it look first
+            asking = Asking(journal.num_tokens, journal.scheduling_class)
+            while True:
+                try:
+                    claim = await self._look(attempt_id, journal, cached, avoid, asking, place, again=retried)
+                except TimeoutError:
+                    if not (retried and journal.num_generated) or self._missing_role() is not None:
+                        raise self._refusal(journal) from None
+                    place.deadline += self._config.limits.queue_s
+                    continue
+                if claim is not None:
+                    place.served = True
+                    return claim
+
+    async def _look(
+        self,
+        attempt_id: str,
+        journal: Journal,
+        cached: CachedParts | None,
+        avoid: Container[str],
+        asking: Asking,
+        place: Place,
+        *,
+        again: bool,
+    ) -> Claim | None:
+        """A claim if there is room when the place comes to the front; else None, as soon as anything has changed.
+
+        Raises TimeoutError at the place's deadline.
+        """
+        await place.front()
+        self._roster.check_open()
+        seen = self._roster.changes
+        asking.asked.clear()
+        claim = await self._try(attempt_id, journal, cached, avoid, asking, again=again)
+        if claim is not None:
+            return claim
+        if asking.asked and all(journal.scheduling_class in link.claims.turned_away for link in asking.asked):
+            place.step_aside()
+        elif not asking.asked and self._waits_for_a_long_one(journal.num_tokens):
+            place.let_pass()
+        await self._roster.next_change(seen, place.deadline)
+        return None
 
     def note_failure(self, claim: Claim, error: UnavailableError) -> set[str]:
         """Note why an attempt has failed. Return the ids of the workers that its next attempt had better avoid.
@@ -333,13 +357,14 @@ class Admission:
             workers = (pair.computes,) if pair.here else (pair.computes, pair.decode)
             self._kin.placed(name, cached.keys_of_prompt, workers, time.monotonic())
 
+    def _missing_role(self) -> Role | None:
+        """A role that requests need, and of which no worker is up; None if there is none."""
+        return next((role for role in needed_roles(self._config) if not self._roster.ready(role)), None)
+
     def _refusal(self, journal: Journal) -> TandemError:
         waited_s = self._config.limits.queue_s
-        for role in needed_roles(self._config):
-            if not self._roster.ready(role):
-                return UnavailableError(
-                    f"no {role.value} worker came up within {waited_s:g} s", retry_after_s=_RETRY_WHEN_DOWN_S
-                )
+        if (role := self._missing_role()) is not None:
+            return UnavailableError(f"no {role.value} worker came up within {waited_s:g} s", retry_after_s=_RETRY_WHEN_DOWN_S)
         retry_after_s = self._line.retry_after_s(journal.scheduling_class)
         return OverloadedError(f"no room within {waited_s:g} s: all workers are full", retry_after_s=retry_after_s)
 

@@ -30,8 +30,9 @@ class Place:
         """When it entered, another was at the front that it would go before."""
         self.entry = entry
         self.called: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.deadline = deadline
+        """Until then it waits, on the loop's clock. Whoever holds the place may put it off."""
         self._line = line
-        self._deadline = deadline
 
     async def front(self) -> None:
         """Wait for the front, and stay there until the next call of this, or until the place is left.
@@ -39,8 +40,8 @@ class Place:
         Raises TimeoutError at the deadline, OverloadedError if it had to make room for another tenant's request.
         """
         self._line.step_back(self)
-        async with asyncio.timeout_at(self._deadline):
-            await self.called
+        async with asyncio.timeout_at(self.deadline):
+            await asyncio.shield(self.called)  # it may come back for it
 
     def let_pass(self) -> None:
         """Let those behind this request look for room, until the next call of `front`."""

@@ -144,6 +144,22 @@ def test_no_room_in_time_is_429(run_cluster: Run) -> None:
     run_cluster(test, total_blocks=10, max_model_len=160, limits=FAST | {"queue_s": 0.3, "lease_s": 5.0})
 
 
+def test_a_begun_answer_waits_for_room_as_long_as_workers_are_up(run_cluster: Run) -> None:
+    async def test(cluster: Any) -> None:
+        cluster.says("word " * 60)
+        cluster.script.step_s = 0.03
+        streams = [asyncio.ensure_future(cluster.complete(prompt=prompt(90), max_tokens=60)) for _ in range(2)]
+        await cluster.until(lambda: all(worker.attached for worker in cluster.decode))
+        await cluster.decode[1].die()
+        await cluster.until(lambda: len(cluster.router._admission._line) == 1)
+        for response in await asyncio.gather(*streams):
+            assert response.status_code == 200, "it waited for longer than queue_s, until the other was over"
+            assert response.json()["usage"]["completion_tokens"] == 60
+        await cluster.clean()
+
+    run_cluster(test, decode=2, total_blocks=10, max_model_len=160, limits=FAST | {"queue_s": 0.3})
+
+
 def test_too_long_a_line_is_429_at_once(run_cluster: Run) -> None:
     async def test(cluster: Any) -> None:
         cluster.prefill[0].gate.clear()
