@@ -27,7 +27,7 @@ from router.rules.pace import PaceMeter
 from router.rules.pair import Reason
 
 _DECODE_SAYS_S = 1.0
-"""Seconds that a decode worker has to say itself that a handoff has failed, or to be lost, before prefill's word counts."""
+"""Seconds that a decode worker has to say that a handoff has failed, or to be lost. Then prefill's word counts, or its loss."""
 
 
 @dataclass(frozen=True)
@@ -268,15 +268,20 @@ class Claim:
         return waited_s
 
     async def _attach_there(self, first_token: int, sampling: SamplingParams, num_generated: int) -> float:
-        """What prefill says of the handoff counts if the decode worker says nothing: they may not reach each other."""
+        """However long the KV takes. That prefill is lost or can't send counts if the decode worker says nothing: they may not
+        reach each other.
+        """
         attach = self.decode.calls.attach(self._reservation.ticket.ticket_id, first_token, sampling, num_generated)
         attaching = asyncio.ensure_future(attach)
         try:
-            await asyncio.wait((attaching, self._handoff_failure), return_when=asyncio.FIRST_COMPLETED)
+            ends = (attaching, self._handoff_failure, self.computes.gone)
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             await asyncio.wait((attaching,), timeout=_DECODE_SAYS_S)
-            if not attaching.done():
+            if attaching.done():
+                return attaching.result()
+            if self._handoff_failure.done():
                 raise self._handoff_failure.result()
-            return attaching.result()
+            raise self.computes.connection.lost_error()
         finally:
             if not attaching.done():
                 attaching.cancel()

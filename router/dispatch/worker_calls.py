@@ -45,7 +45,9 @@ tokens of a small model takes an hour of one core, and twice that beside short o
 _LONGEST_HOLD_S = 24 * 3600.0
 """Last resort: so long may this process be held while it waits for a ticket."""
 
-_ATTACH_LEASES = 3
+_LONGEST_ATTACH_S = 3600.0
+"""Last resort: a worker that can't send says so, and one that sends takes as long as its KV. That of 128k tokens has GB."""
+
 SEND_LEASES = 6
 """Number of leases in which a stream has its turn and is sent. A source that could not says so sooner."""
 
@@ -83,7 +85,7 @@ class WorkerCalls:
 
     async def attach(self, ticket_id: int, first_token: int | None, sampling: SamplingParams, num_generated: int) -> float:
         """Let a ticket's sequence join the batch of a decode worker; waits for the commit, and returns how long the worker
-        did, in seconds. Without a first token the worker computes the prompt.
+        did, in seconds. Without a first token the worker computes the prompt. The caller watches who sends the KV.
 
         Raises KvTransferError.
         """
@@ -95,7 +97,7 @@ class WorkerCalls:
                 sampling=sampling,
                 num_generated=num_generated,
             ),
-            _ATTACH_LEASES * self._lease_s,
+            _LONGEST_ATTACH_S,
         )
         waited_s = self._expect(answer, Attached).waited_s
         self._connection.progress_at = time.monotonic()

@@ -253,8 +253,9 @@ class ScriptedDecode(ScriptedWorker):
         self.attached: list[Attach] = []
         self.refuse_attach = 0
         """This many attaches are answered with a KV transfer error."""
-        self.kv_arrives = True
-        """Without it, streams whose prompts are computed elsewhere wait for their KV without end."""
+        self.kv_gate = asyncio.Event()
+        """KV of prompts that are computed elsewhere arrives while it is set."""
+        self.kv_gate.set()
         self.die_after: int | None = None
         """Sudden death after this many tokens of a stream."""
         self.error_after: int | None = None
@@ -301,10 +302,6 @@ class ScriptedDecode(ScriptedWorker):
             self.refuse_attach -= 1
             self.send(router, Failed.from_error(message.call_id, KvTransferError("bytes were lost")))
             return
-        if message.first_token is not None and not self.kv_arrives:
-            return
-        self.attached.append(message)
-        self.send(router, Attached(message.call_id, 0.0))
         self.spawn(self._decode(router, message))
 
     async def _prefill_here(self, message: Attach) -> Prefilled:
@@ -316,6 +313,12 @@ class ScriptedDecode(ScriptedWorker):
         return Prefilled(0.002, self.held_tokens, scores)
 
     async def _decode(self, router: bytes, message: Attach) -> None:
+        if message.first_token is not None:
+            await self.kv_gate.wait()
+        if message.ticket_id not in self.tickets:
+            return
+        self.attached.append(message)
+        self.send(router, Attached(message.call_id, 0.0))
         prefilled = await self._prefill_here(message) if message.first_token is None else None
         for position in itertools.count(message.num_generated):
             await asyncio.sleep(self.script.step_s)

@@ -252,7 +252,8 @@ def test_a_handoff_that_decode_hears_nothing_of_ends_by_the_word_of_prefill(run_
     async def test(cluster: Any) -> None:
         cluster.says(TEXT)
         [prefill], [decode] = cluster.prefill, cluster.decode
-        prefill.handoff_s, decode.kv_arrives = 1.1, False
+        prefill.handoff_s = 1.1
+        decode.kv_gate.clear()
         body = (await cluster.complete(return_token_ids=True)).json()
         assert body["choices"][0]["token_ids"] == list(cluster.script.answer)
         assert [message.first_token for message in decode.attached] == [None], "it has computed the prompt itself"
@@ -262,6 +263,39 @@ def test_a_handoff_that_decode_hears_nothing_of_ends_by_the_word_of_prefill(run_
         await cluster.clean()
 
     run_cluster(test, disaggregation="auto", limits=FAST | {"lease_s": 2.0})
+
+
+def test_a_handoff_may_take_longer_than_leases(run_cluster: Run) -> None:
+    async def test(cluster: Any) -> None:
+        cluster.says(TEXT)
+        cluster.decode[0].kv_gate.clear()
+        asking = asyncio.ensure_future(cluster.complete())
+        await cluster.until(lambda: bool(cluster.prefill[0].seen))
+        await asyncio.sleep(2.0)  # four leases
+        cluster.decode[0].kv_gate.set()
+        assert (await asking).json()["choices"][0]["text"] == TEXT
+        assert len(cluster.prefill[0].seen) == 1, "the KV that was on its way is what decode went on with"
+        await cluster.clean()
+
+    run_cluster(test, limits=FAST)
+
+
+def test_nobody_waits_for_the_kv_of_a_lost_prefill_worker(run_cluster: Run) -> None:
+    async def test(cluster: Any) -> None:
+        cluster.says(TEXT)
+        cluster.decode[0].kv_gate.clear()
+        asking = asyncio.ensure_future(cluster.complete())
+        await cluster.until(lambda: any(worker.seen for worker in cluster.prefill))
+        [sender] = [worker for worker in cluster.prefill if worker.seen]
+        await cluster.until(lambda: not sender.working)  # it has sent the first token
+        await sender.die()
+        [other] = [worker for worker in cluster.prefill if worker is not sender]
+        await cluster.until(lambda: bool(other.seen))
+        cluster.decode[0].kv_gate.set()
+        assert (await asking).json()["choices"][0]["text"] == TEXT
+        await cluster.clean()
+
+    run_cluster(test, prefill=2, limits=FAST)
 
 
 def test_what_a_worker_says_of_a_handoff_that_is_over_changes_nothing(run_cluster: Run) -> None:

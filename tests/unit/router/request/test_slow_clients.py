@@ -47,8 +47,9 @@ def test_a_client_that_goes_at_the_first_token_leaves_nothing(run_cluster: Run) 
         [decode] = cluster.decode
         errors: list[Any] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
-        for kv_arrives, refused in ((False, 0), (True, 1), (True, 0)):
-            decode.kv_arrives, decode.refuse_attach = kv_arrives, refused
+        decode.kv_gate.clear()
+        for refused in (0, 1, 0):
+            decode.refuse_attach = refused
             before = asyncio.all_tasks()
             deltas = answer(cluster)
             await anext(deltas)
@@ -59,6 +60,7 @@ def test_a_client_that_goes_at_the_first_token_leaves_nothing(run_cluster: Run) 
             left = {task for task in asyncio.all_tasks() - before if "attach" in repr(task.get_coro())}
             assert not left
             gc.collect()
+            decode.kv_gate.set()
         assert not errors, "what a task raised was asked for"
 
     run_cluster(test)
