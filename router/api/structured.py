@@ -125,14 +125,16 @@ class ToolCallBody(Body):
     def for_template(self, param: str) -> dict[str, Any]:
         """Return the call as chat templates know it, with its arguments as an object.
 
-        Raises InvalidRequestError, which blames a field within `param`, if the arguments are no JSON object.
+        Arguments that are no JSON are the text of an object's only field: an answer that reached its limit has such a call, and
+        some templates can print nothing but an object. Raises InvalidRequestError, which blames a field within `param`, if
+        the arguments are JSON of something else.
         """
         where = f"{param}.function.arguments"
         check_counts(self.function.arguments.encode(errors="replace"), what=f"the JSON of `{where}`", param=where)
         try:
             arguments = json.loads(self.function.arguments or "{}")
         except (ValueError, RecursionError):
-            arguments = None
+            arguments = {"arguments": self.function.arguments}
         if not isinstance(arguments, dict):
             raise InvalidRequestError(f"`{where}` must be a JSON object, as a string", param=where)
         return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
