@@ -16,6 +16,7 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 TOOL = {"type": "function", "function": {"name": "f"}}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,eA=="}}
 SCHEMA = "response_format.json_schema.schema"
 
 
@@ -54,7 +55,27 @@ CASES: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (CHAT, {"messages": [*MESSAGES, {"role": "robot", "content": "x"}]}, 400, "messages.1.role", "got 'robot'"),
     (CHAT, {"messages": [{"role": "user"}]}, 400, "messages.0.content", "is missing"),
     (CHAT, {"messages": [{"role": "user", "content": 5}]}, 400, "messages.0.content", "got 5"),
-    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages.0.content.0.type", "only kind"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, IMAGE]}]},
+        400,
+        "messages.0.content.1.type",
+        "only kind of content that this model reads; got 'image_url'",
+    ),
+    (
+        CHAT,
+        {"messages": [*MESSAGES, {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}]},
+        400,
+        "messages.1.content.0.type",
+        "only kind",
+    ),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"text": "x", "typ": "text"}]}]},
+        400,
+        "messages.0.content.0.typ",
+        "unknown",
+    ),
     (CHAT, {"messages": [{"role": "user", "content": "x", "mood": 1}]}, 400, "messages.0.mood", "unknown field"),
     (
         CHAT,
@@ -135,6 +156,14 @@ CASES: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     ),
     (CHAT, {"tools": [{}]}, 400, "tools.0.type", "is missing"),
     (CHAT, {"tools": [{"type": "retrieval"}]}, 400, "tools.0.type", "got 'retrieval'"),
+    (CHAT, {"tools": [{"type": "custom", "custom": {"name": "f"}}]}, 400, "tools.0.type", "\"function\"; got 'custom'"),
+    (
+        CHAT,
+        {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [TOOL]}}},
+        400,
+        "tool_choice.type",
+        "got 'allowed_tools'",
+    ),
     (CHAT, {"tools": [TOOL | {"function": {"name": "a b"}}]}, 400, "tools.0.function.name", "1 to 64 letters"),
     (CHAT, {"tools": [TOOL, TOOL]}, 400, "tools", "'f' is there twice"),
     (

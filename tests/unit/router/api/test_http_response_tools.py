@@ -168,6 +168,8 @@ SCHEMA = {"type": "json_schema", "name": "n", "schema": {"type": "object"}}
         ({"tool_choice": {"type": "function", "name": "other"}}, "tool_choice", "none of the tools"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice", "needs `tools`"),
         ({"tool_choice": {"type": "file_search"}}, "tool_choice.type", "function"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice.type", "got 'allowed_tools'"),
+        ({"tools": [{"type": "custom", "name": "f", "format": {"type": "text"}}]}, "tools.0.type", "got 'custom'"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type", "got 'xml'"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.name", "is missing"),
         ({"text": {"format": SCHEMA | {"schema": {"type": "nonsense"}}}}, "text.format.schema", "text.format.schema"),
