@@ -58,6 +58,7 @@ class CallItem(Body):
     call_id: str = Field(min_length=1, description=_CALL_ID)
     name: str = Field(description="a string")
     arguments: str = Field(description="a JSON object, as a string")
+    parsed_arguments: Any = Field(default=None, description="what the openai package made of the arguments")
     id: str | None = Field(default=None, description="a string")
     status: _Status | None = Field(default=None, description=_STATUS)
 

@@ -188,6 +188,24 @@ def test_bad_input_names_the_field(run_cluster: Run, fields: dict[str, Any], par
     run_cluster(test)
 
 
+def test_what_the_package_parsed_goes_back_as_its_dump(run_cluster: Run) -> None:
+    strict: Any = [tool | {"strict": True, "parameters": PARAMETERS | {"additionalProperties": False}} for tool in TOOLS]
+
+    async def test(cluster: Any) -> None:
+        cluster.says(CALLS)
+        async with client(cluster) as api:
+            parsed = await api.responses.parse(**ASK | {"tools": strict})
+            dumps: list[Any] = [item.model_dump() for item in parsed.output]
+            calls = [item for item in dumps if item["type"] == "function_call"]
+            assert calls[0]["parsed_arguments"] == {"city": "Kiel"}
+            results: list[Any] = [OUTPUT | {"call_id": call["call_id"]} for call in calls]
+            await api.responses.create(**ASK | {"input": [{"role": "user", "content": "?"}, *dumps, *results]})
+        assert prompt_text(cluster).count('"arguments": {"city": "Kiel"}') == 2
+        await cluster.clean()
+
+    run_cluster(test)
+
+
 def test_a_cut_call_goes_back_as_it_is(run_cluster: Run) -> None:
     """An answer that reached its limit within a call's arguments, and the result that a client has for it all the same."""
     functions = [{"type": "function", "function": {"name": each["name"], "parameters": PARAMETERS}} for each in TOOLS]
