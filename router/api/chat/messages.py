@@ -37,6 +37,7 @@ class ChatMessage(Body):
         "annotations": ([],),
         "reasoning_content": (),
         "reasoning": (),
+        "type": ("text", "message"),
     }
 
     together: ClassVar[Together] = (
@@ -54,6 +55,7 @@ class ChatMessage(Body):
     tool_calls: ListOf[ToolCallBody] = Field(default=[], max_length=128, description="a list of up to 128 calls of tools")
     tool_call_id: str | None = Field(default=None, description="the id of an earlier call")
     parsed: Any = Field(default=None, description="what the openai package made of the content, which says the same")
+    provider_specific_fields: Any = Field(default=None, description="what LiteLLM notes about an answer, which no prompt shows")
 
     @property
     def num_chars(self) -> int:

@@ -24,7 +24,8 @@ def schema_format(schema: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
 
 
-SAID = {"messages": [*MESSAGES, {"role": "assistant", "content": "x"}]}
+SAID = {"role": "assistant", "content": "x"}
+BEGUN = {"messages": [*MESSAGES, SAID]}
 DOUBLING = "start: A0\n" + "".join(f"A{index}: A{index + 1} A{index + 1}\n" for index in range(30)) + 'A30: "z"\n'
 
 # path, fields that differ from a good request, status, param, part of the message
@@ -214,14 +215,14 @@ CASES: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (CHAT, {"continue_final_message": True}, 400, "continue_final_message", "a last message of the role assistant"),
     (
         CHAT,
-        SAID | {"continue_final_message": True, "add_generation_prompt": True},
+        BEGUN | {"continue_final_message": True, "add_generation_prompt": True},
         400,
         "continue_final_message",
         "both be true",
     ),
     (
         "/tokenize",
-        SAID | {"continue_final_message": True, "add_generation_prompt": True},
+        BEGUN | {"continue_final_message": True, "add_generation_prompt": True},
         400,
         "continue_final_message",
         "both",
@@ -279,6 +280,9 @@ NEUTRAL: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"messages": [{"role": "assistant", "content": "x", "refusal": None, "tool_calls": None}, *MESSAGES]}),
     (CHAT, {"messages": [{"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]}),
     (CHAT, {"messages": [{"role": "user", "content": ""}], "temperature": 0, "top_p": 1}),
+    (CHAT, {"messages": [{"role": "user", "content": "x", "type": "text"}]}),  # lm-evaluation-harness
+    (CHAT, {"messages": [SAID | {"type": "message", "provider_specific_fields": None}, *MESSAGES]}),  # LiteLLM
+    (CHAT, {"messages": [SAID | {"provider_specific_fields": {"refusal": None}}, *MESSAGES]}),
 ]
 
 
