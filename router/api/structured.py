@@ -27,7 +27,9 @@ class JsonSchemaFormat(Body):
     name: _Name = Field(description=_NAME)
     description: str | None = Field(default=None, description="a string")
     schema_: dict[str, Any] = Field(alias="schema", description="a JSON Schema")
-    strict: bool = Field(default=True, description="true or false; the schema is always followed")
+    strict: bool = Field(
+        default=True, description="true or false; where false, what can't be followed of the schema is left out"
+    )
 
 
 class ResponseFormat(Body):
@@ -47,6 +49,11 @@ class ResponseFormat(Body):
         if self.json_schema is not None:
             return self.json_schema.schema_
         return ANY_OBJECT if self.type == "json_object" else None
+
+    @property
+    def lenient(self) -> bool:
+        """Whether what can't be followed of the schema is left out, where the request would be refused otherwise."""
+        return self.json_schema is not None and not self.json_schema.strict
 
     @property
     def param(self) -> str:

@@ -16,6 +16,7 @@ from router.api.chat.body import ChatBody
 from router.api.completions.body import CompletionBody
 from router.api.prepare import Preparer
 from router.api.responses.body import ResponsesBody, as_chat
+from router.text.grammar import AnswerRule
 from router.text.tokenizer import Tokenizer
 
 Run = Callable[..., None]
@@ -73,6 +74,39 @@ def test_forms_of_answers_as_vllm_spells_them(run_cluster: Run) -> None:
         await cluster.clean()
 
     run_cluster(test)
+
+
+@pytest.mark.parametrize(
+    "hard",
+    [
+        {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
+        {"type": "array", "contains": {"type": "string"}},
+        {"type": "string", "format": "path"},
+        {"type": "string", "pattern": "(?=a)b"},
+        {"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]},
+        {"not": {"type": "string"}},
+        {"if": {"type": "string"}, "then": {"maxLength": 3}},
+    ],
+)
+def test_what_can_not_be_followed_is_left_out_where_a_schema_is_not_strict(hard: dict[str, Any]) -> None:
+    named = {"name": "x", "schema": {"type": "object", "properties": {"a": hard}, "required": ["a"]}}
+
+    def rule(**strict: bool | None) -> AnswerRule:
+        chat = check_body(
+            ChatBody,
+            {"model": "m", "messages": MESSAGES, "response_format": {"type": "json_schema", "json_schema": named | strict}},
+        )
+        form = {"type": "json_schema", **named, **strict}
+        body = check_body(ResponsesBody, {"model": "m", "input": "?", "text": {"format": form}})
+        found, same = chat.answer_rule(), as_chat(body).chat().answer_rule()
+        assert found is not None
+        assert found == same
+        return found
+
+    assert "%json" in rule(strict=False).grammar()
+    for strict in ({}, {"strict": True}, {"strict": None}):
+        with pytest.raises(InvalidRequestError, match="a JSON Schema that can be followed"):
+            rule(**strict).grammar()
 
 
 def test_the_last_message_goes_on(run_cluster: Run) -> None:
