@@ -20,8 +20,14 @@ _ROLES = "one of system, developer, user, assistant, tool"
 _CONTENT = f'a string or a list of up to {MAX_PARTS} {{"type": "text", "text": ...}} parts'
 
 
+CACHE_MARK: Neutral = {"prompt_cache_breakpoint": ({"mode": "explicit"},)}
+"""OpenAI's mark of where a prefix ends that others share. Prefixes are found without it."""
+
+
 class TextPart(Body):
     """One part of a message's content, which is text."""
+
+    neutral: ClassVar[Neutral] = CACHE_MARK
 
     type: Literal["text"] = Field(description='"text", the only kind of content that this model reads')
     text: str = Field(description="a string")

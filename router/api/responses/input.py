@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, Tag
 
 from router.api.body import Body, ListOf, Neutral, told_apart
-from router.api.chat.messages import MAX_PARTS
+from router.api.chat.messages import CACHE_MARK, MAX_PARTS
 from router.api.shapes import Json
 
 _TYPES = "one of message, function_call, function_call_output"
@@ -21,7 +21,7 @@ _CALL_ID = "a non-empty string"
 class InputText(Body):
     """One part of an item's content, which is text."""
 
-    neutral: ClassVar[Neutral] = {"annotations": ([],)}
+    neutral: ClassVar[Neutral] = {"annotations": ([],), **CACHE_MARK}
 
     type: Literal["input_text", "output_text"] = Field(
         description='"input_text" or "output_text", the only kinds of content that this model reads'
