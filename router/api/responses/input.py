@@ -11,6 +11,7 @@ from router.api.chat.messages import CACHE_MARK, MAX_PARTS
 from router.api.shapes import Json
 
 _TYPES = "one of message, function_call, function_call_output"
+_WHOLE = "and the item itself, as clients send it with `store` false: nothing is stored here"
 _TEXT = f'a string or a list of up to {MAX_PARTS} {{"type": "input_text", "text": ...}} parts'
 
 _Status = Literal["in_progress", "completed", "incomplete"]
@@ -87,7 +88,7 @@ Item = Annotated[
     Annotated[MessageItem, Tag("message")]
     | Annotated[CallItem, Tag("function_call")]
     | Annotated[CallOutputItem, Tag("function_call_output")],
-    told_apart(lambda given: given or "message", _TYPES),
+    told_apart(lambda given: given or "message", f"{_TYPES}, {_WHOLE}"),
 ]
 
 

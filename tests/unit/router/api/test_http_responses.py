@@ -226,6 +226,11 @@ def test_logprobs(run_cluster: Run) -> None:
         ({"input": [{"role": "robot", "content": "x"}]}, "input.0.role", "got 'robot'"),
         ({"input": [{"type": "computer_call"}]}, "input.0.type", "got 'computer_call'"),
         (
+            {"input": [{"role": "user", "content": "x"}, {"type": "item_reference", "id": "msg_1"}]},
+            "input.1.type",
+            "and the item itself, as clients send it with `store` false: nothing is stored here; got 'item_reference'",
+        ),
+        (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,", "detail": "auto"}]}]},
             "input.0.content.0.type",
             "only kinds of content that this model reads; got 'input_image'",
