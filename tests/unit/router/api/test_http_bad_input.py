@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
+import gzip
 import json
 from collections.abc import Callable
 from typing import Any
@@ -362,10 +364,14 @@ def test_bodies_that_are_no_json_objects(run_cluster: Callable[..., None]) -> No
             response = await cluster.http.post(PLAIN, content=b"{}", headers={"content-type": media_type})
             assert response.status_code == 415
             assert media_type in response.json()["error"]["message"]
-        good = {"model": "smollm2", "prompt": "a", "max_tokens": 1}
+        good = json.dumps({"model": "smollm2", "prompt": "a", "max_tokens": 1}).encode()
         headers = {"content-type": "Application/JSON; charset=utf-8"}
-        response = await cluster.http.post(PLAIN, content=json.dumps(good).encode(), headers=headers)
-        assert response.status_code == 200
+        for body in (good, codecs.BOM_UTF8 + good):
+            response = await cluster.http.post(PLAIN, content=body, headers=headers | {"content-encoding": "identity"})
+            assert response.status_code == 200
+        response = await cluster.http.post(PLAIN, content=gzip.compress(good), headers=headers | {"content-encoding": "gzip"})
+        assert response.status_code == 415
+        assert response.json()["error"]["message"] == "the body must be sent without a content-encoding; got gzip"
 
     run_cluster(test)
 
