@@ -38,7 +38,7 @@ from router.api.envelope import Envelope
 from router.api.errors import install_error_handlers
 from router.api.unread_bodies import UnreadBodies
 from router.endpoints.table import endpoint_table
-from router.page.routes import page_routes
+from router.page.routes import PAGE_FILES, page_routes
 from router.resume.recorder import Recorder
 from router.service import Router
 
@@ -77,7 +77,7 @@ def create_app(
     if audit is not None:
         app.add_middleware(AuditTrail, queue=audit, known_key_id=authenticator.known_key_id)
     app.add_middleware(UnreadBodies)
-    app.add_middleware(Envelope, echo_request_id=echo_request_id)
+    app.add_middleware(Envelope, echo_request_id=echo_request_id, pages=PAGE_FILES)
     if http.allowed_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -54,6 +54,26 @@ def test_metadata_changes_no_answer(run_cluster: Run) -> None:
     run_cluster(test)
 
 
+def test_a_path_may_end_with_a_slash(run_cluster: Run) -> None:
+    """A redirect would name the scheme and the port behind a proxy, and clients send the prompt and the key again there."""
+
+    async def test(cluster: Any) -> None:
+        cluster.says("Paris.")
+        body = {"model": "smollm2", "messages": MESSAGES}
+        for slashes in ("/", "//"):
+            answer = await cluster.http.post(f"/v1/chat/completions{slashes}", json=body)
+            assert answer.json()["choices"][0]["message"]["content"] == "Paris."
+        assert (await cluster.http.get("/v1/models/")).json() == (await cluster.http.get("/v1/models")).json()
+        assert (await cluster.http.get("/health/")).json() == {"status": "ok"}
+        assert (await cluster.http.post("/admin/scale/", json={})).json()["error"]["param"] == "prefill"
+        assert (await cluster.http.get("/v2/")).status_code == 404
+        assert (await cluster.http.get("/")).headers["content-type"].startswith("text/html")
+        assert (await cluster.http.get("/ops/")).headers["location"].endswith("/ops"), "its files are named relative to it"
+        await cluster.clean()
+
+    run_cluster(test)
+
+
 def test_forms_of_answers_as_vllm_spells_them(run_cluster: Run) -> None:
     forms: list[tuple[dict[str, Any], str]] = [
         ({"guided_json": SCHEMA}, '"city": {"type": "string"}'),
