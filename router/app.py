@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
+from starlette.routing import Route
 
 from configs.addresses import is_loopback
 from router.access.audit_trail import AuditQueue, AuditTrail
@@ -98,5 +99,7 @@ def create_app(
         app.add_api_route(
             path, function, methods=[method], response_model=None, response_class=Response, openapi_extra=described
         )
+        if method == "GET":  # the server leaves the body out
+            app.routes.append(Route(path, function, methods=["HEAD"], include_in_schema=False))
     app.routes.extend(page_routes())
     return app
