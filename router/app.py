@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
+from starlette.routing import Route
 
 from configs.addresses import is_loopback
 from router.access.audit_trail import AuditQueue, AuditTrail
@@ -38,7 +39,7 @@ from router.api.envelope import Envelope
 from router.api.errors import install_error_handlers
 from router.api.unread_bodies import UnreadBodies
 from router.endpoints.table import endpoint_table
-from router.page.routes import page_routes
+from router.page.routes import PAGE_FILES, page_routes
 from router.resume.recorder import Recorder
 from router.service import Router
 
@@ -77,7 +78,7 @@ def create_app(
     if audit is not None:
         app.add_middleware(AuditTrail, queue=audit, known_key_id=authenticator.known_key_id)
     app.add_middleware(UnreadBodies)
-    app.add_middleware(Envelope, echo_request_id=echo_request_id)
+    app.add_middleware(Envelope, echo_request_id=echo_request_id, pages=PAGE_FILES)
     if http.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -98,5 +99,7 @@ def create_app(
         app.add_api_route(
             path, function, methods=[method], response_model=None, response_class=Response, openapi_extra=described
         )
+        if method == "GET":  # the server leaves the body out
+            app.routes.append(Route(path, function, methods=["HEAD"], include_in_schema=False))
     app.routes.extend(page_routes())
     return app

@@ -6,7 +6,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from typing import Any
 
 from protocol.trace import TraceContext, continued
@@ -32,17 +32,27 @@ class Envelope:
 
     The id is the client's `x-request-id` if it sent a printable one of up to 128 characters, else a new one. The trace is a
     protocol.trace.TraceContext. The arrival is in seconds on `time.monotonic`.
+
+    A path with a slash at its end is taken as the one without. Starlette would redirect it to an address of the scheme and host
+    that the request came with, which behind a proxy may not be those of the client: it would send its key and prompt there.
     """
 
-    def __init__(self, app: AsgiApp, echo_request_id: bool) -> None:
-        """The answer's headers always have the trace, and the request's id if `echo_request_id`."""
+    def __init__(self, app: AsgiApp, echo_request_id: bool, pages: Collection[str]) -> None:
+        """The answer's headers always have the trace, and the request's id if `echo_request_id`.
+
+        `pages` are paths that keep their slash, since what is below them is named relative to them.
+        """
         self._app = app
         self._echo = echo_request_id
+        self._pages = frozenset(pages)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        path = scope["path"].rstrip("/")
+        if path and path not in self._pages:
+            scope["path"] = path
         request_id = _request_id(scope)
         trace = _trace(scope)
         own = {"request_id": request_id.decode(), "trace": trace, "arrival": time.monotonic()}

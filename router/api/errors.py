@@ -37,7 +37,7 @@ class BodyTooLargeError(InvalidRequestError):
 
 
 class MediaTypeError(InvalidRequestError):
-    """The body is not announced as JSON."""
+    """The body is not announced as JSON, or is said to be compressed."""
 
     code: ClassVar[str] = "unsupported_media_type"
     http_status: ClassVar[int] = 415

@@ -46,8 +46,8 @@ METADATA = "an object of up to 16 strings of up to 512 characters, with keys of 
 Metadata = Annotated[dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)]
 """What a client notes about a request, which changes nothing."""
 
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
-EFFORT = "one of none, minimal, low, medium, high, xhigh"
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+EFFORT = "one of none, minimal, low, medium, high, xhigh, max"
 
 _Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
@@ -57,7 +57,7 @@ TokenId = Annotated[int, Field(ge=0)]
 class StreamOptions(Body):
     """Options of a streamed answer: where its usage is told."""
 
-    neutral: ClassVar[Neutral] = {"include_obfuscation": (False,)}
+    neutral: ClassVar[Neutral] = {"include_obfuscation": (False, True)}
 
     include_usage: bool = Field(default=False, description="true or false")
     continuous_usage_stats: bool = Field(

@@ -89,7 +89,7 @@ class GuidedBody(Body):
     def _from_format(self) -> AnswerRule | None:
         wanted = self.response_format
         schema = None if wanted is None else wanted.schema_wanted
-        return None if wanted is None or schema is None else json_answer(schema, wanted.param)
+        return None if wanted is None or schema is None else json_answer(schema, wanted.param, lenient=wanted.lenient)
 
     def _from_structured_outputs(self) -> AnswerRule | None:
         wanted, name = self.structured_outputs, "structured_outputs"

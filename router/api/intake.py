@@ -1,8 +1,9 @@
-"""Reads a request's body: the right media type, not too large, not too slow."""
+"""Reads a request's body: the right media type, not compressed, not too large, not too slow."""
 
 from __future__ import annotations
 
 import asyncio
+import codecs
 
 from starlette.requests import Request
 from starlette.types import Scope
@@ -22,10 +23,13 @@ def announced_bytes(scope: Scope) -> int:
 
 
 async def read_json_bytes(request: Request, max_bytes: int, deadline_s: float) -> bytes:
-    """Return the body's bytes as they came.
+    """Return the body's bytes as they came, but for a mark of their byte order in front.
 
     Raises MediaTypeError (415), BodyTooLargeError (413), or SlowBodyError (408) if it takes longer than `deadline_s`.
     """
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("identity", ""):
+        raise MediaTypeError(f"the body must be sent without a content-encoding; got {encoding:.40}")
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise MediaTypeError(f"the content type must be application/json; got {media_type or 'none'}")
@@ -40,7 +44,7 @@ async def read_json_bytes(request: Request, max_bytes: int, deadline_s: float) -
                     raise _too_large(max_bytes)
     except TimeoutError:
         raise SlowBodyError(f"the body did not arrive within {deadline_s:g} s") from None
-    return bytes(body)
+    return bytes(body.removeprefix(codecs.BOM_UTF8))
 
 
 def _too_large(max_bytes: int) -> BodyTooLargeError:

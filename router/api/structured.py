@@ -27,7 +27,9 @@ class JsonSchemaFormat(Body):
     name: _Name = Field(description=_NAME)
     description: str | None = Field(default=None, description="a string")
     schema_: dict[str, Any] = Field(alias="schema", description="a JSON Schema")
-    strict: bool = Field(default=True, description="true or false; the schema is always followed")
+    strict: bool = Field(
+        default=True, description="true or false; where false, what can't be followed of the schema is left out"
+    )
 
 
 class ResponseFormat(Body):
@@ -47,6 +49,11 @@ class ResponseFormat(Body):
         if self.json_schema is not None:
             return self.json_schema.schema_
         return ANY_OBJECT if self.type == "json_object" else None
+
+    @property
+    def lenient(self) -> bool:
+        """Whether what can't be followed of the schema is left out, where the request would be refused otherwise."""
+        return self.json_schema is not None and not self.json_schema.strict
 
     @property
     def param(self) -> str:
@@ -125,14 +132,16 @@ class ToolCallBody(Body):
     def for_template(self, param: str) -> dict[str, Any]:
         """Return the call as chat templates know it, with its arguments as an object.
 
-        Raises InvalidRequestError, which blames a field within `param`, if the arguments are no JSON object.
+        Arguments that are no JSON are the text of an object's only field: an answer that reached its limit has such a call, and
+        some templates can print nothing but an object. Raises InvalidRequestError, which blames a field within `param`, if
+        the arguments are JSON of something else.
         """
         where = f"{param}.function.arguments"
         check_counts(self.function.arguments.encode(errors="replace"), what=f"the JSON of `{where}`", param=where)
         try:
             arguments = json.loads(self.function.arguments or "{}")
         except (ValueError, RecursionError):
-            arguments = None
+            arguments = {"arguments": self.function.arguments}
         if not isinstance(arguments, dict):
             raise InvalidRequestError(f"`{where}` must be a JSON object, as a string", param=where)
         return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}

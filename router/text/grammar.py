@@ -156,9 +156,9 @@ class AnswerRule:
         return grammar
 
 
-def json_answer(schema: Mapping[str, Any], param: str) -> AnswerRule:
-    """Return the rule of answers that are JSON of this schema."""
-    return AnswerRule(param, _FOLLOWED_SCHEMA, json_rule(schema))
+def json_answer(schema: Mapping[str, Any], param: str, *, lenient: bool = False) -> AnswerRule:
+    """Return the rule of answers that are JSON of this schema; `lenient` as in `json_rule`."""
+    return AnswerRule(param, _FOLLOWED_SCHEMA, json_rule(schema, lenient=lenient))
 
 
 def choice_rule(options: Sequence[str], param: str) -> AnswerRule:

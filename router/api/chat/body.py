@@ -33,6 +33,7 @@ class ChatBody(SamplingBody, TemplateBody):
         "documents": ([],),
         "chat_template": (),
         "mm_processor_kwargs": ({},),
+        "include_reasoning": (True,),
     }
 
     together: ClassVar[Together] = (

@@ -20,8 +20,14 @@ _ROLES = "one of system, developer, user, assistant, tool"
 _CONTENT = f'a string or a list of up to {MAX_PARTS} {{"type": "text", "text": ...}} parts'
 
 
+CACHE_MARK: Neutral = {"prompt_cache_breakpoint": ({"mode": "explicit"},)}
+"""OpenAI's mark of where a prefix ends that others share. Prefixes are found without it."""
+
+
 class TextPart(Body):
     """One part of a message's content, which is text."""
+
+    neutral: ClassVar[Neutral] = CACHE_MARK
 
     type: Literal["text"] = Field(description='"text", the only kind of content that this model reads')
     text: str = Field(description="a string")
@@ -37,6 +43,7 @@ class ChatMessage(Body):
         "annotations": ([],),
         "reasoning_content": (),
         "reasoning": (),
+        "type": ("text", "message"),
     }
 
     together: ClassVar[Together] = (
@@ -54,6 +61,7 @@ class ChatMessage(Body):
     tool_calls: ListOf[ToolCallBody] = Field(default=[], max_length=128, description="a list of up to 128 calls of tools")
     tool_call_id: str | None = Field(default=None, description="the id of an earlier call")
     parsed: Any = Field(default=None, description="what the openai package made of the content, which says the same")
+    provider_specific_fields: Any = Field(default=None, description="what LiteLLM notes about an answer, which no prompt shows")
 
     @property
     def num_chars(self) -> int:

@@ -29,7 +29,7 @@ _REFUSALS: Mapping[int, str] = {
     404: "There is no such model, or no such stream to resume.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
-    415: "The body's media type is not application/json.",
+    415: "The body's media type is not application/json, or it is compressed.",
     429: "No room now, or the caller has used up its minute, or has as much under way as it may.",
     500: "A bug of Tandem's; its log has the details.",
     503: "Nobody is there who could do it now.",

@@ -30,7 +30,7 @@ _ITEMS = Field(min_length=1, max_length=MAX_MESSAGES)
 class ResponseStreamOptions(Body):
     """Options of a streamed response, none of which changes anything here."""
 
-    neutral: ClassVar[Neutral] = {"include_obfuscation": (False,)}
+    neutral: ClassVar[Neutral] = {"include_obfuscation": (False, True)}
 
 
 class ResponsesBody(Body):

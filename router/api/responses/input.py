@@ -7,10 +7,11 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, Tag
 
 from router.api.body import Body, ListOf, Neutral, told_apart
-from router.api.chat.messages import MAX_PARTS
+from router.api.chat.messages import CACHE_MARK, MAX_PARTS
 from router.api.shapes import Json
 
 _TYPES = "one of message, function_call, function_call_output"
+_WHOLE = "and the item itself, as clients send it with `store` false: nothing is stored here"
 _TEXT = f'a string or a list of up to {MAX_PARTS} {{"type": "input_text", "text": ...}} parts'
 
 _Status = Literal["in_progress", "completed", "incomplete"]
@@ -21,7 +22,7 @@ _CALL_ID = "a non-empty string"
 class InputText(Body):
     """One part of an item's content, which is text."""
 
-    neutral: ClassVar[Neutral] = {"annotations": ([],)}
+    neutral: ClassVar[Neutral] = {"annotations": ([],), **CACHE_MARK}
 
     type: Literal["input_text", "output_text"] = Field(
         description='"input_text" or "output_text", the only kinds of content that this model reads'
@@ -58,6 +59,7 @@ class CallItem(Body):
     call_id: str = Field(min_length=1, description=_CALL_ID)
     name: str = Field(description="a string")
     arguments: str = Field(description="a JSON object, as a string")
+    parsed_arguments: Any = Field(default=None, description="what the openai package made of the arguments")
     id: str | None = Field(default=None, description="a string")
     status: _Status | None = Field(default=None, description=_STATUS)
 
@@ -86,7 +88,7 @@ Item = Annotated[
     Annotated[MessageItem, Tag("message")]
     | Annotated[CallItem, Tag("function_call")]
     | Annotated[CallOutputItem, Tag("function_call_output")],
-    told_apart(lambda given: given or "message", _TYPES),
+    told_apart(lambda given: given or "message", f"{_TYPES}, {_WHOLE}"),
 ]
 
 

@@ -51,13 +51,25 @@ class TextOptions(Body):
 class ReasoningOptions(Body):
     """Options of how the model thinks before it answers."""
 
-    neutral: ClassVar[Neutral] = {"summary": (), "generate_summary": ()}
+    neutral: ClassVar[Neutral] = {
+        "summary": (),
+        "generate_summary": (),
+        "context": ("auto",),
+        "mode": ("standard",),
+    }
 
     effort: Effort | None = Field(default=None, description=EFFORT)
 
 
 class FunctionTool(Body):
     """A function of the client's that the model may call."""
+
+    neutral: ClassVar[Neutral] = {
+        "allowed_callers": (["direct"],),
+        "async": (False,),
+        "defer_loading": (False,),
+        "output_schema": (),
+    }
 
     type: Literal["function"] = Field(description='"function"')
     name: str = Field(pattern="^[a-zA-Z0-9_-]{1,64}$", description="1 to 64 letters, digits, underscores and dashes")

@@ -39,6 +39,18 @@ def test_live_says_nothing_of_workers_and_ready_does(run_cluster: Run) -> None:
     run_cluster(test, prefill=0, decode=0)
 
 
+def test_monitors_may_ask_without_wanting_the_body(run_cluster: Run) -> None:
+    async def test(cluster: Any) -> None:
+        for path, status in (("/live", 200), ("/ready", 503), ("/health", 503)):
+            told, asked = await cluster.http.get(path), await cluster.http.head(path)
+            assert (asked.status_code, asked.content) == (status, b"")
+            assert asked.headers["content-length"] == told.headers["content-length"]
+        assert (await cluster.http.head("/v1/models")).status_code == 200
+        assert (await cluster.http.head("/v1/chat/completions")).status_code == 405
+
+    run_cluster(test, prefill=0, decode=0)
+
+
 def test_a_role_that_sleeps_by_decision_is_ready_and_one_that_is_missing_is_not(run_cluster: Run) -> None:
     async def test(cluster: Any) -> None:
         cluster.add(Role.DECODE)

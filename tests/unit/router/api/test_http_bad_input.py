@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
+import gzip
 import json
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +18,7 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 TOOL = {"type": "function", "function": {"name": "f"}}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,eA=="}}
 SCHEMA = "response_format.json_schema.schema"
 
 
@@ -23,7 +26,8 @@ def schema_format(schema: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
 
 
-SAID = {"messages": [*MESSAGES, {"role": "assistant", "content": "x"}]}
+SAID = {"role": "assistant", "content": "x"}
+BEGUN = {"messages": [*MESSAGES, SAID]}
 DOUBLING = "start: A0\n" + "".join(f"A{index}: A{index + 1} A{index + 1}\n" for index in range(30)) + 'A30: "z"\n'
 
 # path, fields that differ from a good request, status, param, part of the message
@@ -54,7 +58,27 @@ CASES: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (CHAT, {"messages": [*MESSAGES, {"role": "robot", "content": "x"}]}, 400, "messages.1.role", "got 'robot'"),
     (CHAT, {"messages": [{"role": "user"}]}, 400, "messages.0.content", "is missing"),
     (CHAT, {"messages": [{"role": "user", "content": 5}]}, 400, "messages.0.content", "got 5"),
-    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages.0.content.0.type", "only kind"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, IMAGE]}]},
+        400,
+        "messages.0.content.1.type",
+        "only kind of content that this model reads; got 'image_url'",
+    ),
+    (
+        CHAT,
+        {"messages": [*MESSAGES, {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}]},
+        400,
+        "messages.1.content.0.type",
+        "only kind",
+    ),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"text": "x", "typ": "text"}]}]},
+        400,
+        "messages.0.content.0.typ",
+        "unknown",
+    ),
     (CHAT, {"messages": [{"role": "user", "content": "x", "mood": 1}]}, 400, "messages.0.mood", "unknown field"),
     (
         CHAT,
@@ -135,6 +159,14 @@ CASES: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     ),
     (CHAT, {"tools": [{}]}, 400, "tools.0.type", "is missing"),
     (CHAT, {"tools": [{"type": "retrieval"}]}, 400, "tools.0.type", "got 'retrieval'"),
+    (CHAT, {"tools": [{"type": "custom", "custom": {"name": "f"}}]}, 400, "tools.0.type", "\"function\"; got 'custom'"),
+    (
+        CHAT,
+        {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [TOOL]}}},
+        400,
+        "tool_choice.type",
+        "got 'allowed_tools'",
+    ),
     (CHAT, {"tools": [TOOL | {"function": {"name": "a b"}}]}, 400, "tools.0.function.name", "1 to 64 letters"),
     (CHAT, {"tools": [TOOL, TOOL]}, 400, "tools", "'f' is there twice"),
     (
@@ -185,14 +217,14 @@ CASES: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (CHAT, {"continue_final_message": True}, 400, "continue_final_message", "a last message of the role assistant"),
     (
         CHAT,
-        SAID | {"continue_final_message": True, "add_generation_prompt": True},
+        BEGUN | {"continue_final_message": True, "add_generation_prompt": True},
         400,
         "continue_final_message",
         "both be true",
     ),
     (
         "/tokenize",
-        SAID | {"continue_final_message": True, "add_generation_prompt": True},
+        BEGUN | {"continue_final_message": True, "add_generation_prompt": True},
         400,
         "continue_final_message",
         "both",
@@ -250,6 +282,9 @@ NEUTRAL: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"messages": [{"role": "assistant", "content": "x", "refusal": None, "tool_calls": None}, *MESSAGES]}),
     (CHAT, {"messages": [{"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]}),
     (CHAT, {"messages": [{"role": "user", "content": ""}], "temperature": 0, "top_p": 1}),
+    (CHAT, {"messages": [{"role": "user", "content": "x", "type": "text"}]}),  # lm-evaluation-harness
+    (CHAT, {"messages": [SAID | {"type": "message", "provider_specific_fields": None}, *MESSAGES]}),  # LiteLLM
+    (CHAT, {"messages": [SAID | {"provider_specific_fields": {"refusal": None}}, *MESSAGES]}),
 ]
 
 
@@ -329,10 +364,14 @@ def test_bodies_that_are_no_json_objects(run_cluster: Callable[..., None]) -> No
             response = await cluster.http.post(PLAIN, content=b"{}", headers={"content-type": media_type})
             assert response.status_code == 415
             assert media_type in response.json()["error"]["message"]
-        good = {"model": "smollm2", "prompt": "a", "max_tokens": 1}
+        good = json.dumps({"model": "smollm2", "prompt": "a", "max_tokens": 1}).encode()
         headers = {"content-type": "Application/JSON; charset=utf-8"}
-        response = await cluster.http.post(PLAIN, content=json.dumps(good).encode(), headers=headers)
-        assert response.status_code == 200
+        for body in (good, codecs.BOM_UTF8 + good):
+            response = await cluster.http.post(PLAIN, content=body, headers=headers | {"content-encoding": "identity"})
+            assert response.status_code == 200
+        response = await cluster.http.post(PLAIN, content=gzip.compress(good), headers=headers | {"content-encoding": "gzip"})
+        assert response.status_code == 415
+        assert response.json()["error"]["message"] == "the body must be sent without a content-encoding; got gzip"
 
     run_cluster(test)
 

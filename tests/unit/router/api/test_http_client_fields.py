@@ -8,14 +8,22 @@ from typing import Any
 
 import openai
 import pytest
+from openai.types import chat, responses, shared_params
+from pydantic import BaseModel
 
 from configs.facts import Model
 from protocol.errors import InvalidRequestError
-from router.api.body import check_body
+from router.api.body import Body, check_body
 from router.api.chat.body import ChatBody
+from router.api.chat.messages import ChatMessage, TextPart
 from router.api.completions.body import CompletionBody
+from router.api.fields import StreamOptions
 from router.api.prepare import Preparer
-from router.api.responses.body import ResponsesBody, as_chat
+from router.api.responses.body import ResponsesBody, ResponseStreamOptions, as_chat
+from router.api.responses.input import CallItem, CallOutputItem, InputText, MessageItem
+from router.api.responses.options import FunctionChoice, FunctionTool, ReasoningOptions, SchemaFormat, TextOptions
+from router.api.structured import CalledFunction, Function, JsonSchemaFormat, ResponseFormat, ToolBody, ToolCallBody
+from router.text.grammar import AnswerRule
 from router.text.tokenizer import Tokenizer
 
 Run = Callable[..., None]
@@ -41,6 +49,26 @@ def test_metadata_changes_no_answer(run_cluster: Run) -> None:
             assert caught.value.param == "metadata"
         one, other = (each for each in cluster.prefill[0].seen)
         assert (one.token_ids, one.sampling) == (other.token_ids, other.sampling)
+        await cluster.clean()
+
+    run_cluster(test)
+
+
+def test_a_path_may_end_with_a_slash(run_cluster: Run) -> None:
+    """A redirect would name the scheme and the port behind a proxy, and clients send the prompt and the key again there."""
+
+    async def test(cluster: Any) -> None:
+        cluster.says("Paris.")
+        body = {"model": "smollm2", "messages": MESSAGES}
+        for slashes in ("/", "//"):
+            answer = await cluster.http.post(f"/v1/chat/completions{slashes}", json=body)
+            assert answer.json()["choices"][0]["message"]["content"] == "Paris."
+        assert (await cluster.http.get("/v1/models/")).json() == (await cluster.http.get("/v1/models")).json()
+        assert (await cluster.http.get("/health/")).json() == {"status": "ok"}
+        assert (await cluster.http.post("/admin/scale/", json={})).json()["error"]["param"] == "prefill"
+        assert (await cluster.http.get("/v2/")).status_code == 404
+        assert (await cluster.http.get("/")).headers["content-type"].startswith("text/html")
+        assert (await cluster.http.get("/ops/")).headers["location"].endswith("/ops"), "its files are named relative to it"
         await cluster.clean()
 
     run_cluster(test)
@@ -73,6 +101,97 @@ def test_forms_of_answers_as_vllm_spells_them(run_cluster: Run) -> None:
         await cluster.clean()
 
     run_cluster(test)
+
+
+@pytest.mark.parametrize(
+    "hard",
+    [
+        {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
+        {"type": "array", "contains": {"type": "string"}},
+        {"type": "string", "format": "path"},
+        {"type": "string", "pattern": "(?=a)b"},
+        {"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]},
+        {"not": {"type": "string"}},
+        {"if": {"type": "string"}, "then": {"maxLength": 3}},
+    ],
+)
+def test_what_can_not_be_followed_is_left_out_where_a_schema_is_not_strict(hard: dict[str, Any]) -> None:
+    named = {"name": "x", "schema": {"type": "object", "properties": {"a": hard}, "required": ["a"]}}
+
+    def rule(**strict: bool | None) -> AnswerRule:
+        chat = check_body(
+            ChatBody,
+            {"model": "m", "messages": MESSAGES, "response_format": {"type": "json_schema", "json_schema": named | strict}},
+        )
+        form = {"type": "json_schema", **named, **strict}
+        body = check_body(ResponsesBody, {"model": "m", "input": "?", "text": {"format": form}})
+        found, same = chat.answer_rule(), as_chat(body).chat().answer_rule()
+        assert found is not None
+        assert found == same
+        return found
+
+    assert "%json" in rule(strict=False).grammar()
+    for strict in ({}, {"strict": True}, {"strict": None}):
+        with pytest.raises(InvalidRequestError, match="a JSON Schema that can be followed"):
+            rule(**strict).grammar()
+
+
+@pytest.mark.parametrize(
+    ("body", "theirs"),
+    [
+        (ChatMessage, chat.ChatCompletionSystemMessageParam),
+        (ChatMessage, chat.ChatCompletionDeveloperMessageParam),
+        (ChatMessage, chat.ChatCompletionUserMessageParam),
+        (ChatMessage, chat.ChatCompletionAssistantMessageParam),
+        (ChatMessage, chat.ChatCompletionToolMessageParam),
+        (ChatMessage, chat.ParsedChatCompletionMessage),
+        (TextPart, chat.ChatCompletionContentPartTextParam),
+        (ToolBody, chat.ChatCompletionFunctionToolParam),
+        (Function, shared_params.FunctionDefinition),
+        (ToolCallBody, chat.ParsedFunctionToolCall),
+        (CalledFunction, chat.ParsedFunction),
+        (ResponseFormat, shared_params.ResponseFormatJSONSchema),
+        (JsonSchemaFormat, shared_params.response_format_json_schema.JSONSchema),
+        (StreamOptions, chat.ChatCompletionStreamOptionsParam),
+        (MessageItem, responses.EasyInputMessageParam),
+        (MessageItem, responses.response_input_item_param.Message),
+        (MessageItem, responses.ResponseOutputMessageParam),
+        (MessageItem, responses.ParsedResponseOutputMessage),
+        (InputText, responses.ResponseInputTextParam),
+        (InputText, responses.ResponseOutputTextParam),
+        (InputText, responses.ParsedResponseOutputText),
+        (CallItem, responses.ResponseFunctionToolCallParam),
+        (CallItem, responses.ParsedResponseFunctionToolCall),
+        (CallOutputItem, responses.response_input_item_param.FunctionCallOutput),
+        (FunctionTool, responses.FunctionToolParam),
+        (FunctionChoice, responses.ToolChoiceFunctionParam),
+        (ReasoningOptions, shared_params.Reasoning),
+        (TextOptions, responses.ResponseTextConfigParam),
+        (SchemaFormat, responses.ResponseFormatTextJSONSchemaConfigParam),
+        (ResponseStreamOptions, responses.response_create_params.StreamOptions),
+    ],
+)
+def test_every_field_that_the_package_has_within_a_body_is_known(body: type[Body], theirs: Any) -> None:
+    known = {field.alias or name for name, field in body.model_fields.items()} | body.neutral.keys()
+    package = (
+        theirs.model_fields.keys() if issubclass(theirs, BaseModel) else theirs.__required_keys__ | theirs.__optional_keys__
+    )
+    assert not package - known
+
+
+def test_values_that_change_nothing_within_a_body_are_accepted() -> None:
+    breakpoint_ = {"prompt_cache_breakpoint": {"mode": "explicit"}}
+    asked = {"role": "user", "content": [{"type": "text", "text": "hi", **breakpoint_}]}
+    streamed = {"stream": True, "stream_options": {"include_obfuscation": True}}
+    check_body(ChatBody, {"model": "m", "messages": [asked], "include_reasoning": True, "reasoning_effort": "max", **streamed})
+    tool = {"type": "function", "name": "f", "parameters": None, "strict": None}
+    plain = {"defer_loading": False, "async": False, "allowed_callers": None, "output_schema": None}
+    item = {"role": "user", "content": [{"type": "input_text", "text": "hi", **breakpoint_}]}
+    reasoning = {"effort": None, "context": None, "mode": "standard"}
+    body: dict[str, Any] = {"model": "m", "input": [item], "tools": [tool | plain], "reasoning": reasoning, **streamed}
+    assert len(as_chat(check_body(ResponsesBody, body)).chat().tools) == 1
+    with pytest.raises(InvalidRequestError, match=r"`tools\.0\.defer_loading` is not supported yet"):
+        check_body(ResponsesBody, body | {"tools": [tool | {"defer_loading": True}]})
 
 
 def test_the_last_message_goes_on(run_cluster: Run) -> None:

@@ -153,7 +153,7 @@ SCHEMA = {"type": "json_schema", "name": "n", "schema": {"type": "object"}}
     [
         ({"input": [CALL, OUTPUT | {"call_id": "d"}]}, "input.1.call_id", "the id of an earlier call; got 'd'"),
         ({"input": [{"role": "user", "content": "x"}, CALL | {"arguments": "[]"}]}, "input.1.arguments", "a JSON object"),
-        ({"input": [CALL, CALL | {"arguments": "{"}], "instructions": "x"}, "input.1.arguments", "`input.1.arguments` must"),
+        ({"input": [CALL, CALL | {"arguments": "1"}], "instructions": "x"}, "input.1.arguments", "`input.1.arguments` must"),
         ({"input": [{"type": "function_call", "call_id": "c", "arguments": "{}"}]}, "input.0.name", "is missing"),
         ({"input": [OUTPUT | {"output": 1}]}, "input.0.output", "got 1"),
         (
@@ -168,6 +168,8 @@ SCHEMA = {"type": "json_schema", "name": "n", "schema": {"type": "object"}}
         ({"tool_choice": {"type": "function", "name": "other"}}, "tool_choice", "none of the tools"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice", "needs `tools`"),
         ({"tool_choice": {"type": "file_search"}}, "tool_choice.type", "function"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice.type", "got 'allowed_tools'"),
+        ({"tools": [{"type": "custom", "name": "f", "format": {"type": "text"}}]}, "tools.0.type", "got 'custom'"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type", "got 'xml'"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.name", "is missing"),
         ({"text": {"format": SCHEMA | {"schema": {"type": "nonsense"}}}}, "text.format.schema", "text.format.schema"),
@@ -182,5 +184,47 @@ def test_bad_input_names_the_field(run_cluster: Run, fields: dict[str, Any], par
         error = response.json()["error"]
         assert (error["param"], message in error["message"]) == (param, True), error
         assert not cluster.prefill[0].seen
+
+    run_cluster(test)
+
+
+def test_what_the_package_parsed_goes_back_as_its_dump(run_cluster: Run) -> None:
+    strict: Any = [tool | {"strict": True, "parameters": PARAMETERS | {"additionalProperties": False}} for tool in TOOLS]
+
+    async def test(cluster: Any) -> None:
+        cluster.says(CALLS)
+        async with client(cluster) as api:
+            parsed = await api.responses.parse(**ASK | {"tools": strict})
+            dumps: list[Any] = [item.model_dump() for item in parsed.output]
+            calls = [item for item in dumps if item["type"] == "function_call"]
+            assert calls[0]["parsed_arguments"] == {"city": "Kiel"}
+            results: list[Any] = [OUTPUT | {"call_id": call["call_id"]} for call in calls]
+            await api.responses.create(**ASK | {"input": [{"role": "user", "content": "?"}, *dumps, *results]})
+        assert prompt_text(cluster).count('"arguments": {"city": "Kiel"}') == 2
+        await cluster.clean()
+
+    run_cluster(test)
+
+
+def test_a_cut_call_goes_back_as_it_is(run_cluster: Run) -> None:
+    """An answer that reached its limit within a call's arguments, and the result that a client has for it all the same."""
+    functions = [{"type": "function", "function": {"name": each["name"], "parameters": PARAMETERS}} for each in TOOLS]
+
+    async def test(cluster: Any) -> None:
+        cluster.says('<tool_call>\n{"name": "weather", "arguments": {"city": "Kiel')
+        ask: Any = {"model": "smollm2", "messages": [{"role": "user", "content": "?"}], "tools": functions}
+        async with client(cluster) as api:
+            said: Any = (await api.chat.completions.create(**ask)).choices[0].message
+            [call] = said.tool_calls
+            assert call.function.arguments == '{"city": "Kiel'
+            result: Any = {"role": "tool", "tool_call_id": call.id, "content": "no JSON"}
+            await api.chat.completions.create(**ask | {"messages": [*ask["messages"], said, result]})
+            assert '{"arguments": "{\\"city\\": \\"Kiel"}' in prompt_text(cluster)
+
+            item: Any = (await api.responses.create(**ASK)).output[-1]
+            output: Any = {"type": "function_call_output", "call_id": item.call_id, "output": "no JSON"}
+            await api.responses.create(**ASK | {"input": [{"role": "user", "content": "?"}, item, output]})
+            assert '{"arguments": "{\\"city\\": \\"Kiel"}' in prompt_text(cluster)
+        await cluster.clean()
 
     run_cluster(test)

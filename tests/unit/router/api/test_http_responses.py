@@ -225,7 +225,16 @@ def test_logprobs(run_cluster: Run) -> None:
         ({"input": []}, "input", "a non-empty string or"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input.0.role", "got 'robot'"),
         ({"input": [{"type": "computer_call"}]}, "input.0.type", "got 'computer_call'"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0.type", "only kinds"),
+        (
+            {"input": [{"role": "user", "content": "x"}, {"type": "item_reference", "id": "msg_1"}]},
+            "input.1.type",
+            "and the item itself, as clients send it with `store` false: nothing is stored here; got 'item_reference'",
+        ),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,", "detail": "auto"}]}]},
+            "input.0.content.0.type",
+            "only kinds of content that this model reads; got 'input_image'",
+        ),
         ({"input": "a b " * 5000}, "input", "context is 8192 tokens, but `input`"),
         ({"max_output_tokens": 0}, "max_output_tokens", "at least 1; got 0"),
         ({"max_output_tokens": 9000}, "input", "and max_output_tokens is 9000"),
