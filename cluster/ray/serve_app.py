@@ -90,7 +90,7 @@ class RouterReplica:
         counts = CountsFolder(counts_folder())
         self._router = Router(given.config, model, given.secret, RayControllerClient(given.controller), counts)
         self._meter = Meter(rate_store(given.config, given.rate_keeper))
-        self._recorder = Recorder(RayRecordStore(given.stream_keeper))
+        self._recorder = Recorder(RayRecordStore(given.stream_keeper), given.config.resumable.retention_s)
         self._front_token = given.front_token
         self._audit = None if given.audit_keeper is None else AuditQueue(RayAuditStore(given.audit_keeper))
         if self._audit is not None:

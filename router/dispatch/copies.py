@@ -22,7 +22,7 @@ from configs.schema import ClusterConfig
 from protocol.errors import OverloadedError, TandemError
 from protocol.messages import Role
 from protocol.ticket import reserved_tokens
-from router.dispatch.journal import KvCopy
+from router.dispatch.journal import Journal, KvCopy
 from router.dispatch.links import WorkerLink
 from router.dispatch.reservation import Room
 from router.dispatch.roster import Roster
@@ -77,7 +77,7 @@ class Copies:
         not_now = self._busy.union(self._roster.to_empty())
         for each in self._running:
             wanted = each.goes_on and not each.journal.mixed and self._uncopied(each) >= every
-            if wanted and each.claim.decode not in not_now:
+            if wanted and self._whole_blocks(each.journal) > self._copied(each) and each.claim.decode not in not_now:
                 found[each.claim.decode].append(each)
         for due in found.values():
             due.sort(key=self._uncopied, reverse=True)
@@ -85,9 +85,16 @@ class Copies:
 
     def _uncopied(self, running: Running) -> int:
         """Tokens of the answer that no other worker holds. A prompt is copied together with the first tokens of its answer."""
-        journal, place = running.journal, self.place(running)
-        copied = 0 if place is None else journal.copied_at(place.life)
-        return journal.num_generated - max(0, copied - len(journal.prompt_token_ids))
+        return running.journal.num_generated - max(0, self._copied(running) - len(running.journal.prompt_token_ids))
+
+    def _copied(self, running: Running) -> int:
+        """Tokens of prompt and answer that lie at the stream's place for copies."""
+        place = self.place(running)
+        return 0 if place is None else running.journal.copied_at(place.life)
+
+    def _whole_blocks(self, journal: Journal) -> int:
+        """Tokens that fill blocks, and so can be copied. Of the newest token no KV was computed yet."""
+        return (journal.num_tokens - 1) // self._config.block_size * self._config.block_size
 
     async def _copy_all(self, source: WorkerLink, due: Iterable[Running], tasks: asyncio.TaskGroup) -> None:
         try:
@@ -105,7 +112,7 @@ class Copies:
 
     async def _copy(self, running: Running) -> None:
         journal, block_size = running.journal, self._config.block_size
-        token_ids = journal.token_ids[: (journal.num_tokens - 1) // block_size * block_size]
+        token_ids = journal.token_ids[: self._whole_blocks(journal)]
         need_blocks = blocks_at_once(self._config, self._window, reserved_tokens(len(token_ids), 1, block_size))
         target = self.place(running) or self._other(running, need_blocks)
         outcome = "cancelled"

@@ -67,7 +67,7 @@ class ResumptionEndpoint:
         charged = await self._metered.charge_rest(request, first.generations, emitted)
         try:
             record = await self._recorder.take_over(key, seen.piece)
-            recorded = AnswerRequest.load(record.request)
+            recorded = first if record.request == begun else AnswerRequest.load(record.request)
             generations, emitted = recorded.generations, emitted_choices(record.deltas, recorded.info.num_choices)
             rest = self._metered.generate_rest(request, generations, emitted, charged)
             pieces = self._charged(charged, self._recorder.resumed(record, rest))

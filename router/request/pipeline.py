@@ -36,6 +36,9 @@ from telemetry.request_times import RequestTimes
 
 log = logging.getLogger(__name__)
 
+_WAITS_FOR_SUSPECTS = 10
+"""A suspect waits for others so many times as long as for room. They compute whole prompts meanwhile."""
+
 
 class _Attempts:
     """What the attempts at one choice have in common, and what the next one has to know of those before."""
@@ -73,7 +76,7 @@ class Pipeline:
         self._limits = limits
         self._metrics = metrics
         self._watch = watch
-        self._suspects = SuspectQueue()
+        self._suspects = SuspectQueue(_WAITS_FOR_SUSPECTS * limits.queue_s)
         self._deaths = RecentDeaths()
 
     async def run(
@@ -118,11 +121,12 @@ class Pipeline:
         self, attempts: _Attempts, journal: Journal, times: RequestTimes, prompt: SharedPrompt | None
     ) -> AsyncIterator[Attempt]:
         """The next attempt, when it is its turn and there is room for it."""
-        async with self._suspects.turn(attempts.policy.suspected, attempts.deadline) as cleared:
+        async with self._suspects.turn(attempts.policy.suspected, journal.num_tokens) as turn:
             attempt_id = attempts.begin()
             # A client that comes back to its stream has a first attempt like any other: it could bring many at once.
             retried = attempts.num_begun > 1
-            claim = await self._admission.admit(attempt_id, journal, attempts.deadline, retried=retried, avoid=attempts.avoid)
+            deadline = attempts.deadline + turn.waited_s
+            claim = await self._admission.admit(attempt_id, journal, deadline, retried=retried, avoid=attempts.avoid)
             watched = self._watch.begin(claim)
             with Attempt(
                 claim,
@@ -131,7 +135,7 @@ class Pipeline:
                 prompt=prompt,
                 migrator=self._migrator,
                 metrics=self._metrics,
-                cleared=cleared,
+                cleared=turn.cleared,
                 watched=watched,
             ) as attempt:
                 times.admitted(claim.placed.reason)

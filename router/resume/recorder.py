@@ -4,6 +4,9 @@
 
 So however many such streams a router has, their keeper gets one call at a time. A stream whose record was lost, or whose keeper
 is away, goes on without one.
+
+Now and then one more call touches the records of all streams that run and have said nothing for a while. So these are not taken
+for streams that were left alone.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from pydantic import TypeAdapter
@@ -27,10 +30,12 @@ log = logging.getLogger(__name__)
 
 _PATIENCE_S = 1.0
 """Seconds that the keeper of the records has to answer."""
+_LOOKS_IN_RETENTION = 4
+"""Looks for silent streams in the time for which records are retained. A stream is touched after two looks at the latest."""
 _DELTA = TypeAdapter(Delta)
 
 
-@dataclass
+@dataclass(eq=False)
 class RecordWriter:
     """One stream's place in its record: what it has written and what it has still to write."""
 
@@ -40,6 +45,8 @@ class RecordWriter:
     """Of the request that it writes for, in seconds since 1970: of two requests the newer one has the stream."""
     unwritten: list[bytes]
     num_written: int = 0
+    num_noted: int = 0
+    """What was written at the latest look for silent streams."""
     lost: bool = False
 
 
@@ -64,13 +71,21 @@ class TakenRecord:
 class Recorder:
     """Writes the records of all resumable streams of a router. Close it after them."""
 
-    def __init__(self, store: RecordStore) -> None:
+    def __init__(self, store: RecordStore, retention_s: float) -> None:
+        """Records are forgotten `retention_s` seconds after they were written or touched."""
         self._store = store
+        self._look_s = retention_s / _LOOKS_IN_RETENTION
+        self._running: set[RecordWriter] = set()
+        self._touching: asyncio.Task[None] | None = None
+        """Looks for silent streams. None if no stream has run since the latest look."""
         self._waiting: list[tuple[list[Entry], asyncio.Future[WriteOutcome]]] = []
         self._writing: asyncio.Task[None] | None = None
 
     async def close(self) -> None:
-        """Wait for the write that is under way."""
+        """Touch no more records, and wait for the write that is under way."""
+        if self._touching is not None:
+            self._touching.cancel()
+            await asyncio.gather(self._touching, return_exceptions=True)
         if self._writing is not None:
             await self._writing
 
@@ -94,25 +109,54 @@ class Recorder:
 
     async def recorded(self, writer: RecordWriter, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
         """Yield each piece when it is on record. Raises StreamTakenError when another connection has taken it over."""
-        async with contextlib.aclosing(deltas):
-            async for delta in deltas:
-                if not writer.lost:
-                    # Times are moments on this router's clock.
-                    writer.unwritten.append(_DELTA.dump_json(replace(delta, times=None), exclude_defaults=True))
-                    await self._write(writer)
-                yield delta
+        with self._runs(writer):
+            async with contextlib.aclosing(deltas):
+                async for delta in deltas:
+                    if not writer.lost:
+                        # Times are moments on this router's clock.
+                        writer.unwritten.append(_DELTA.dump_json(replace(delta, times=None), exclude_defaults=True))
+                        await self._write(writer)
+                    yield delta
 
     async def resumed(self, record: TakenRecord, rest: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
         """Yield the recorded pieces, then each piece of `rest` when it is on record.
 
         Raises StreamTakenError when another connection has taken over the record.
         """
-        async with contextlib.aclosing(self.recorded(record.writer, rest)) as more:
-            for delta in record.deltas:
-                yield delta
-                await asyncio.sleep(0)  # a long answer is repeated without holding up others
-            async for delta in more:
-                yield delta
+        with self._runs(record.writer):
+            async with contextlib.aclosing(self.recorded(record.writer, rest)) as more:
+                for delta in record.deltas:
+                    yield delta
+                    await asyncio.sleep(0)  # a long answer is repeated without holding up others
+                async for delta in more:
+                    yield delta
+
+    @contextlib.contextmanager
+    def _runs(self, writer: RecordWriter) -> Iterator[None]:
+        """Touch the record now and then while inside, once it has begun and unless it is written anyway."""
+        self._running.add(writer)
+        if self._touching is None:
+            self._touching = asyncio.create_task(self._touch_silent())
+        try:
+            yield
+        finally:
+            self._running.discard(writer)
+
+    async def _touch_silent(self) -> None:
+        """Touch the records of silent streams until none runs."""
+        await asyncio.sleep(self._look_s)
+        while self._running:
+            begun = [writer for writer in self._running if writer.num_written and not writer.lost]
+            silent = [(writer.key, writer.owner) for writer in begun if writer.num_written == writer.num_noted]
+            for writer in begun:
+                writer.num_noted = writer.num_written
+            if silent:
+                try:
+                    await answer_within(_PATIENCE_S, self._store.touch(silent))
+                except Exception as error:  # noqa: BLE001 (whatever ails it, there is another look in time)
+                    log.warning("silent streams may be forgotten: their keeper is away (%s)", type(error).__name__)
+            await asyncio.sleep(self._look_s)
+        self._touching = None
 
     async def _known(self, asked: Awaitable[list[bytes] | None]) -> list[bytes]:
         try:

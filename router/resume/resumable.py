@@ -6,7 +6,9 @@ last-event-id: 17.1,      x-request-id: R ──► the events after it      the
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from pydantic import TypeAdapter
 from starlette.requests import Request
@@ -115,13 +117,31 @@ class AnswerRequest:
     @classmethod
     def load(cls, data: bytes) -> AnswerRequest:
         """Return the request that `dump` turned into these bytes."""
-        loaded = _ANSWER_REQUEST.validate_json(data)
-        prompts = tuple(generation.prompt_token_ids for generation in loaded.generations)
-        return replace(loaded, info=replace(loaded.info, prompts=prompts))
+        written, _, packed = data.partition(b"\n")
+        head, ids = _HEAD.validate_json(written), array("I", packed)
+        ends = tuple(accumulate(head.prompt_lengths))
+        prompts = tuple(tuple(ids[end - length : end]) for end, length in zip(ends, head.prompt_lengths, strict=True))
+        bare = zip(head.request.generations, prompts, strict=True)
+        generations = tuple(replace(generation, prompt_token_ids=prompt) for generation, prompt in bare)
+        return cls(generations, replace(head.request.info, prompts=prompts))
 
     def dump(self) -> bytes:
-        """Write the request as JSON, with the prompts in it once."""
-        return _ANSWER_REQUEST.dump_json(replace(self, info=replace(self.info, prompts=())))
+        """Write the request: a line of JSON, then the token ids of all prompts as they lie in memory.
+
+        As JSON, a long prompt would hold up the loop for tens of milliseconds, from a thread as well.
+        """
+        prompts = [generation.prompt_token_ids for generation in self.generations]
+        bare = tuple(replace(generation, prompt_token_ids=()) for generation in self.generations)
+        head = _Head(AnswerRequest(bare, replace(self.info, prompts=())), tuple(map(len, prompts)))
+        return b"\n".join((_HEAD.dump_json(head), b"".join(array("I", prompt).tobytes() for prompt in prompts)))
 
 
-_ANSWER_REQUEST = TypeAdapter(AnswerRequest)
+@dataclass(frozen=True)
+class _Head:
+    """A request without its prompts."""
+
+    request: AnswerRequest
+    prompt_lengths: tuple[int, ...]
+
+
+_HEAD = TypeAdapter(_Head)

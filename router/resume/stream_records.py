@@ -7,6 +7,9 @@ A record is a list of chunks: chunk 0 is the request, and each of the others is 
 adds to it, and a router lets nothing out that was not added before. So whoever takes a record over knows all that its client
 can have seen, and knows that nothing more will come from elsewhere: no router has to be known to be dead.
 
+A stream may be silent for longer than records are retained, while it waits for another worker or is computed anew. So its owner
+touches the record as long as the stream runs.
+
 When there is no room, the tenant that has the most gives up the record that it has not touched for longest. So no tenant can
 push out what another keeps within an equal share.
 """
@@ -62,6 +65,10 @@ class RecordStore(Protocol):
 
     async def write(self, entries: Sequence[Entry]) -> list[WriteOutcome]:
         """Add the entries in this order, and return what became of each."""
+        ...
+
+    async def touch(self, running: Sequence[tuple[StreamKey, str]]) -> None:
+        """Retain the records of streams that run at their owners as if they were written now."""
         ...
 
     async def take_over(self, key: StreamKey, owner: str, began: float, num_seen: int) -> list[bytes] | None:
@@ -121,6 +128,14 @@ class StreamRecords:
         """Add the entries in this order, and return what became of each."""
         self._forget_old(now)
         return [self._write(entry, now) for entry in entries]
+
+    def touch(self, running: Sequence[tuple[StreamKey, str]], now: float) -> None:
+        """Retain the records of streams that run at their owners as if they were written now."""
+        self._forget_old(now)
+        for key, owner in running:
+            record = self._find(key)
+            if record is not None and record.owner == owner:
+                self._touch(key, record, now)
 
     def take_over(self, key: StreamKey, owner: str, began: float, num_seen: int, now: float) -> list[bytes] | None:
         """Make `owner`, whose request began at `began`, the owner of a record and return all its chunks.

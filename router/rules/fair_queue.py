@@ -90,7 +90,12 @@ class FairQueue:
         self._num_added = 0
 
     def __len__(self) -> int:
-        return len(self._retries) + sum(level.num_waiting for level in self._levels.values())
+        return len(self._retries) + self.num_newcomers
+
+    @property
+    def num_newcomers(self) -> int:
+        """Number of requests that wait, retries apart."""
+        return sum(level.num_waiting for level in self._levels.values())
 
     def add(self, scheduling_class: SchedulingClass, cost: float, now: float, *, retry: bool = False) -> Entry:
         """Put a request behind those of its tenant and level, or a retry behind all retries."""

@@ -162,10 +162,10 @@ class LineRules:
     def _make_room(self, scheduling_class: SchedulingClass) -> Entry | None:
         """In a full line, take out the request that has to leave for the newcomer: one of the tenant that waits for most.
 
-        None if the line is not full. Raises OverloadedError if no tenant waits for more than the newcomer's. The request at
-        the front stays.
+        None if the line is not full, retries apart. Raises OverloadedError if no tenant waits for more than the newcomer's. The
+        request at the front stays.
         """
-        if len(self) < self._limit:
+        if self._queue.num_newcomers < self._limit:
             return None
         leaving = self._queue.who_leaves_for(scheduling_class)
         if leaving is None or leaving is self.front:

@@ -26,6 +26,10 @@ class StreamKeeper:
         """Add the entries in this order. Returns what became of each."""
         return self._records.write(entries, time.monotonic())
 
+    async def touch(self, running: Sequence[tuple[StreamKey, str]]) -> None:
+        """Retain the records of streams that run at their owners as if they were written now."""
+        self._records.touch(running, time.monotonic())
+
     async def take_over(self, key: StreamKey, owner: str, began: float, num_seen: int) -> list[bytes] | None:
         """Make `owner`, whose request began at `began`, the writer of a record and return all its chunks.
 
@@ -47,6 +51,10 @@ class RayRecordStore:
     async def write(self, entries: Sequence[Entry]) -> list[WriteOutcome]:
         """Add the entries in this order. Returns what became of each."""
         return cast(list[WriteOutcome], await self._keeper.write.remote(entries))
+
+    async def touch(self, running: Sequence[tuple[StreamKey, str]]) -> None:
+        """Retain the records of streams that run at their owners as if they were written now."""
+        await self._keeper.touch.remote(running)
 
     async def take_over(self, key: StreamKey, owner: str, began: float, num_seen: int) -> list[bytes] | None:
         """Make `owner`, whose request began at `began`, the writer of a record and return all its chunks.

@@ -133,6 +133,11 @@ class MemoryRecords:
         await asyncio.sleep(self.call_s)
         return self.records.write(entries, time.monotonic())
 
+    async def touch(self, running: Sequence[tuple[StreamKey, str]]) -> None:
+        if self.away:
+            raise ConnectionError("the keeper is gone")
+        self.records.touch(running, time.monotonic())
+
     async def take_over(self, key: StreamKey, owner: str, began: float, num_seen: int) -> list[bytes] | None:
         if self.away:
             raise ConnectionError("the keeper is gone")
@@ -258,7 +263,7 @@ async def serving(
     controller = ScriptedController()
     router = Router(config, model, secret, controller)
     meter, records = Meter(store), MemoryRecords(config.resumable)
-    recorder = Recorder(records)
+    recorder = Recorder(records, config.resumable.retention_s)
     usage = None if usage_store is None else UsageNotes(usage_store, model.facts.name, router.metrics)
     if usage is not None:
         usage.start()

@@ -301,3 +301,21 @@ def test_a_resumed_stream_may_stand_aside_too() -> None:
             first.served = True
 
     asyncio.run(main())
+
+
+def test_retries_take_no_place_of_the_line_from_others() -> None:
+    rules = LineRules(4, 1.0)
+    for _ in range(4):
+        rules.enter(A, 1, 60.0, 0.0, retry=True)
+    assert rules.enter(B, 1, 60.0, 0.0)[1] is None, "nobody else waits"
+
+
+def test_nobody_is_put_out_of_a_line_that_is_full_by_its_retries() -> None:
+    rules = LineRules(4, 1.0)
+    for tenant in (A, A, B):
+        rules.enter(tenant, 1, 60.0, 0.0)
+        rules.enter(A, 1, 60.0, 0.0, retry=True)
+    newcomer = SchedulingClass("c")
+    assert rules.enter(newcomer, 1, 60.0, 0.0)[1] is None, "three and one are no more than four"
+    with pytest.raises(OverloadedError):
+        rules.enter(newcomer, 1, 60.0, 0.0)

@@ -21,6 +21,7 @@ from router.api.errors import error_response
 from router.endpoints.metered import MeteredRouter
 from router.endpoints.resumption import ResumptionEndpoint
 from router.request.answer import Delta
+from router.resume.resumable import AnswerRequest
 
 Run = Callable[..., None]
 TEXT = "one two three four five six seven eight nine ten"
@@ -250,6 +251,27 @@ def test_the_body_of_a_resumed_stream_counts_for_nothing(run_cluster: Run) -> No
         assert (await cluster.complete()).status_code == 200
 
     run_cluster(test, http={"max_body_bytes_in_flight": 200_000})
+
+
+def test_a_request_is_read_once_when_its_stream_is_resumed(run_cluster: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[bytes] = []
+    load = AnswerRequest.load
+
+    def noted(data: bytes) -> AnswerRequest:
+        read.append(data)
+        return load(data)
+
+    monkeypatch.setattr(AnswerRequest, "load", noted)
+
+    async def test(cluster: Any) -> None:
+        cluster.says(TEXT)
+        client = Client(cluster, prompt="Count:")
+        await client.read(3)
+        assert not read
+        await client.read(headers={"last-event-id": "1.1"})
+        assert len(read) == 1
+
+    run_cluster(test)
 
 
 def test_one_cancelled_write_ends_no_other_stream(run_cluster: Run) -> None:

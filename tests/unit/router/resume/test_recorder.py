@@ -9,8 +9,9 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import TypeVar
 
 from router.request.answer import Delta
-from router.resume.recorder import Recorder, new_writer
+from router.resume.recorder import Recorder, RecordWriter, TakenRecord, new_writer
 from router.resume.stream_records import Entry, RecordStore, StreamKey, StreamRecords, WriteOutcome
+from tests.unit.simulated_time import run_in_simulated_time
 
 _Answer = TypeVar("_Answer")
 KEY = StreamKey("", "/v1/completions", "a")
@@ -25,6 +26,9 @@ class FromAnotherThread(RecordStore):
     async def write(self, entries: Sequence[Entry]) -> list[WriteOutcome]:
         return await self._said(self.records.write(entries, time.monotonic()))
 
+    async def touch(self, running: Sequence[tuple[StreamKey, str]]) -> None:
+        await self._said(self.records.touch(running, time.monotonic()))
+
     async def take_over(self, key: StreamKey, owner: str, began: float, num_seen: int) -> list[bytes] | None:
         return await self._said(self.records.take_over(key, owner, began, num_seen, time.monotonic()))
 
@@ -38,6 +42,32 @@ class FromAnotherThread(RecordStore):
         return await said
 
 
+class ByTheLoop(RecordStore):
+    """It answers at once, by the loop's clock."""
+
+    def __init__(self, retention_s: float) -> None:
+        self.records = StreamRecords(10, 100_000, retention_s)
+        self.touched: list[int] = []
+        """Number of records in each call."""
+
+    async def write(self, entries: Sequence[Entry]) -> list[WriteOutcome]:
+        return self.records.write(entries, now())
+
+    async def touch(self, running: Sequence[tuple[StreamKey, str]]) -> None:
+        self.touched.append(len(running))
+        self.records.touch(running, now())
+
+    async def take_over(self, key: StreamKey, owner: str, began: float, num_seen: int) -> list[bytes] | None:
+        return self.records.take_over(key, owner, began, num_seen, now())
+
+    async def read(self, key: StreamKey, num_seen: int) -> list[bytes] | None:
+        return self.records.read(key, num_seen, now())
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
 async def pieces(number: int) -> AsyncGenerator[Delta, None]:
     for token in range(number):
         yield Delta(0, "", (token,), (), None, 0)
@@ -45,7 +75,7 @@ async def pieces(number: int) -> AsyncGenerator[Delta, None]:
 
 def test_a_stream_stays_on_record_while_its_router_is_held() -> None:
     async def main() -> None:
-        recorder, writer = Recorder(FromAnotherThread()), new_writer(KEY, b"request")
+        recorder, writer = Recorder(FromAnotherThread(), 60.0), new_writer(KEY, b"request")
         loop = asyncio.get_running_loop()
         loop.call_later(0.01, time.sleep, 1.2)
         said = [delta async for delta in recorder.recorded(writer, pieces(2))]
@@ -55,3 +85,73 @@ def test_a_stream_stays_on_record_while_its_router_is_held() -> None:
         await recorder.close()
 
     asyncio.run(main())
+
+
+async def at_times(*times: float) -> AsyncGenerator[Delta, None]:
+    """Pieces that are there at these times."""
+    for time_s in times:
+        await asyncio.sleep(time_s - now())
+        yield Delta(0, "", (7,), (), None, 0)
+
+
+async def _take(deltas: AsyncGenerator[Delta, None], each_s: float = 0.0) -> int:
+    """Take all pieces, each in so many seconds."""
+    taken = 0
+    async for _ in deltas:
+        taken += 1
+        await asyncio.sleep(each_s)
+    return taken
+
+
+def test_a_stream_that_runs_is_kept_however_long_it_is_silent() -> None:
+    """It waits for a worker, and is computed anew there. Whether it runs on or was resumed makes no difference."""
+
+    async def main() -> None:
+        store = ByTheLoop(120.0)
+        recorder, other = Recorder(store, 120.0), StreamKey("", "/v1/completions", "b")
+        silent = asyncio.create_task(_take(recorder.recorded(new_writer(other, b"request"), at_times(1.0, 500.0))))
+        assert store.records.write([Entry(KEY, "dead", 0.0, number, b"{}") for number in range(2)], 0.0)
+        await asyncio.sleep(100.0)
+        chunks = await store.take_over(KEY, "me", 100.0, 1)
+        assert chunks is not None
+        writer = RecordWriter(KEY, "me", 100.0, [], len(chunks))
+        rest = recorder.resumed(TakenRecord(b"request", [], writer), at_times(230.0, 470.0))
+        assert await _take(rest) == 2
+        assert not writer.lost
+        assert len(await store.read(KEY, 3) or ()) == 4
+        assert await silent == 2
+        assert await store.read(other, 2) is not None
+        assert max(store.touched) == 2, "one call for all"
+        await asyncio.sleep(125.0)
+        assert await store.read(other, 2) is None, "one that has ended is not kept"
+        calls = len(store.touched)
+        await asyncio.sleep(1000.0)
+        assert len(store.touched) == calls
+        await recorder.close()
+
+    run_in_simulated_time(main())
+
+
+def test_a_record_is_kept_while_it_is_repeated_to_a_slow_client() -> None:
+    async def main() -> None:
+        store = ByTheLoop(120.0)
+        recorder, writer = Recorder(store, 120.0), RecordWriter(KEY, "me", 0.0, [], 5)
+        store.records.write([Entry(KEY, "me", 0.0, number, b"{}") for number in range(5)], 0.0)
+        repeated = [Delta(0, "", (7,), (), None, 0)] * 4
+        taken = await _take(recorder.resumed(TakenRecord(b"request", repeated, writer), pieces(1)), each_s=50.0)
+        assert taken == 5
+        assert not writer.lost
+        await recorder.close()
+
+    run_in_simulated_time(main())
+
+
+def test_streams_that_speak_are_not_touched() -> None:
+    async def main() -> None:
+        store = ByTheLoop(120.0)
+        recorder = Recorder(store, 120.0)
+        await _take(recorder.recorded(new_writer(KEY, b"request"), at_times(*range(1, 300, 10))))
+        await recorder.close()
+        assert store.touched == []
+
+    run_in_simulated_time(main())
