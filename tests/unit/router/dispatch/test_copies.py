@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,10 +21,12 @@ from tests.unit.simulated_time import run_in_simulated_time
 CONFIG = ClusterConfig.model_validate({"block_size": 64, "decode": {"copy_every_tokens": 8}})
 
 
-class _Link(SimpleNamespace):
+@dataclass(eq=False)
+class _Link:
     """A worker, as far as copies ask."""
 
-    __hash__ = object.__hash__
+    life: WorkerLife
+    ref: Any
 
 
 def _any(**values: Any) -> Any:

@@ -27,7 +27,8 @@ class FromAnotherThread(RecordStore):
         return await self._said(self.records.write(entries, time.monotonic()))
 
     async def touch(self, running: Sequence[tuple[StreamKey, str]]) -> None:
-        await self._said(self.records.touch(running, time.monotonic()))
+        self.records.touch(running, time.monotonic())
+        await self._said(None)
 
     async def take_over(self, key: StreamKey, owner: str, began: float, num_seen: int) -> list[bytes] | None:
         return await self._said(self.records.take_over(key, owner, began, num_seen, time.monotonic()))
