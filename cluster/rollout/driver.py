@@ -187,6 +187,10 @@ class Rollouts:
         memory = await self._checked()
         self._around.expect(larger(self._memory, memory))
         room = await self._find_room()
+        try:
+            room.with_memory(memory).check(targets, list(targets))
+        except InvalidRequestError as error:
+            raise _WorseError(f"there is no room for all workers with the new configuration: {error.message}") from None
         present = {role: each.present for role, each in self._supervisor.pools.numbers()[0].items()}
         try:
             former, new = first_sizes(targets, present, order.canary, room.check)

@@ -185,6 +185,30 @@ def test_a_good_configuration_is_taken_by_all(cores: int) -> None:
     rolled(scenario, cores)
 
 
+def test_a_configuration_whose_workers_do_not_all_fit_into_memory_starts_none_of_them() -> None:
+    """Each new worker fits in the place of a former one, and all of them together do not fit."""
+    gigabytes = 10**9
+    large = dict.fromkeys(Role, WorkerMemory(kv_pool=2 * gigabytes, weights=0, process=0))
+    counted: Mapping[Role, WorkerMemory] = MEMORY
+
+    def expect(memory: Mapping[Role, WorkerMemory]) -> None:
+        nonlocal counted
+        counted = memory
+
+    async def room() -> Room:
+        return Room(settings(0, 2, 2), counted, [{"CPU": 99.0, "memory": 5.0 * gigabytes}], may_grow=False)
+
+    async def scenario(all_of_it: Rig) -> None:
+        all_of_it.rollouts.begin(ORDER)
+        view = await all_of_it.phase(RolloutPhase.ROLLED_BACK)
+        assert view.rollout is not None
+        assert "no room for all workers with the new configuration: decode: 2 workers do not fit" in (view.rollout.reason or "")
+        assert len(all_of_it.launcher.processes) == 4, "no new worker was started, and no former one ended"
+        assert counted == MEMORY
+
+    rolled(scenario, prefill=2, decode=2, room=room, expect=expect, check=lambda current, new: large)
+
+
 def test_where_there_is_no_room_a_former_worker_makes_some() -> None:
     async def scenario(all_of_it: Rig) -> None:
         all_of_it.rollouts.begin(ORDER)
