@@ -8,18 +8,17 @@ by its name in Ray's books. Called by `tandem stop`, by the end of a `tandem ser
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
 from typing import Any
 
 import ray
 from ray import serve
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
-from ray.util.placement_group import get_placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.controller import CONTROLLER, find_controller
 from cluster.open_requests import RETIRE_ANSWER_S
-from cluster.ray.actors import NAME_PREFIX, NAMESPACE
+from cluster.ray.actors import NAMESPACE, named_groups
 from cluster.ray.front import HEAD_RESOURCES, at_head, withdraw
 from cluster.records import delete_records
 from cluster.router_replicas import APPLICATION, remove_application
@@ -78,12 +77,10 @@ def sweep(keep: str | None = None) -> bool:
         if handle is not None:
             ray.kill(handle)
     delete_records()
-    groups = [group["name"] for group in placement_group_table().values() if group["state"] != "REMOVED"]
-    ours = [name for name in groups if name.startswith(NAME_PREFIX)]
-    for name in ours:
-        with suppress(ValueError):  # it was removed meanwhile
-            remove_placement_group(get_placement_group(name))
-    return bool(actors or ours)
+    groups = named_groups()
+    for _, group in groups:
+        remove_placement_group(group)  # one that was removed meanwhile stays so
+    return bool(actors or groups)
 
 
 def _remove_memory_tiers() -> None:
