@@ -39,6 +39,9 @@ WATCH_S = 10.0
 """Seconds. A watcher gets an answer after this long even when nothing changed, so that it can tell silence from death."""
 STOP_S = 10.0
 """Seconds that an idle worker may take to end by itself before it is killed."""
+_KILLS = 5
+"""Attempts to kill a process. After the last one its worker's next life begins all the same."""
+_KILL_AGAIN_S = 1.0
 _SAVE_AGAIN_S = 1.0
 _SAVED_S = 2.0
 """An order is answered after so many seconds, recorded or not: it is obeyed already."""
@@ -363,9 +366,18 @@ class Supervisor:
         self._up.discard(WorkerLife(worker_id, epoch))
         process = self._processes.get(WorkerLife(worker_id, epoch))
         if process is not None:
-            await process.kill()
+            await self._kill_process(process, worker_id, epoch)
             self._processes.pop(WorkerLife(worker_id, epoch), None)
             self._names.pop(WorkerLife(worker_id, epoch), None)
+
+    async def _kill_process(self, process: Process, worker_id: str, epoch: int) -> None:
+        """What fails is tried again, a few times: the pool must hear of the end, or nobody ever takes the worker's place."""
+        for attempt in range(1, _KILLS + 1):
+            try:
+                return await process.kill()
+            except Exception:
+                log.exception("%s epoch %d was not killed, attempt %d of %d", worker_id, epoch, attempt, _KILLS)
+            await asyncio.sleep(_KILL_AGAIN_S)
 
     async def _drain(self, worker_id: str, epoch: int) -> None:
         """A life that is still taken up drains when it is (`Pool.resumed`); one that has ended needs not."""
