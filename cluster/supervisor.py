@@ -70,7 +70,8 @@ class Supervisor:
         self._saver: asyncio.Task[None] | None = None
         """Records the latest changes."""
         self._news = asyncio.Event()
-        self._refused: ConfigError | None = None
+        self._refused: dict[str, ConfigError] = {}
+        """Why the latest start of a worker failed, where the configuration or the model is to blame."""
         self._stopping = False
         self._autoscaler: AutoscalerState | None = None
         self.rollout: RolloutState | None = None
@@ -221,14 +222,20 @@ class Supervisor:
         try:
             async with asyncio.timeout(deadline_s):
                 while not self._pools.settled():
-                    if self._refused is not None:
-                        raise self._refused
+                    if (refusal := self._refusal()) is not None:
+                        raise refusal
                     await self._news.wait()
         except TimeoutError:
             late = [info for info in self.view().workers if info.state is WorkerState.STARTING]
             reasons = [(info.worker_id, info.last_error or await self._launcher.why_not_started(info.role)) for info in late]
             listed = "; ".join(f"{worker_id}: {reason}" for worker_id, reason in reasons)
             raise UnavailableError(f"not all workers started within {deadline_s:g} s: {listed}") from None
+
+    def _refusal(self) -> ConfigError | None:
+        """What keeps a wanted worker from starting. Of workers with a new configuration, its rollout hears by itself."""
+        starting = [info for info in self._pools.workers() if info.state is WorkerState.STARTING]
+        current = [info.worker_id for info in starting if info.revision == self._pools.revision]
+        return next((self._refused[worker_id] for worker_id in current if worker_id in self._refused), None)
 
     async def close(self) -> None:
         """End every worker and give back what they hold."""
@@ -317,6 +324,7 @@ class Supervisor:
                 await self._save()
                 begun = time.monotonic()
                 started = await self._start(role, process)
+                self._refused.pop(worker_id, None)
                 self._note_start(time.monotonic() - begun)
                 self._names[WorkerLife(worker_id, epoch)] = process.names
                 self._up.add(WorkerLife(worker_id, epoch))
@@ -327,7 +335,8 @@ class Supervisor:
             error = "its loop ended"
         except TandemError as failure:
             error = failure.message
-            self._refused = failure if isinstance(failure, ConfigError) else self._refused
+            if isinstance(failure, ConfigError):
+                self._refused[worker_id] = failure
         except Exception as failure:
             log.exception("supervising %s epoch %d failed", worker_id, epoch)
             error = repr(failure)
@@ -421,6 +430,7 @@ class Supervisor:
             await asyncio.wait([life])
         await self._kill(worker_id, epoch)
         if not any(info.worker_id == worker_id for info in self.view().workers):
+            self._refused.pop(worker_id, None)
             await self._launcher.release(worker_id)
         log.info("%s epoch %d is gone", worker_id, epoch)
 

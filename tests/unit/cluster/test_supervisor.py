@@ -310,6 +310,34 @@ def test_a_worker_whose_kill_fails_has_a_next_life_all_the_same(failures: int, m
     supervised(scenario)
 
 
+def test_what_a_rolled_back_configuration_did_to_a_worker_is_not_said_of_others() -> None:
+    async def scenario(supervisor: Supervisor, launcher: ScriptedLauncher) -> None:
+        refused = config(lease_s=11.0)
+
+        async def start(ref: WorkerRef) -> None:
+            if launcher.configs[ref.worker_id, ref.epoch] is refused:
+                raise ConfigError("/bad/model: no such file")
+
+        launcher.on_start = start
+        await supervisor.start()
+        await supervisor.settle(5)
+        state = RolloutState(2, RolloutPhase.STARTING, 0.0, (), {}, "")
+        supervisor.arrange(lambda pools: pools.begin_revision(refused), state)
+        supervisor.arrange(lambda pools: pools.size_revisions({}, {Role.DECODE: 1}), state)
+        await seen(supervisor, lambda view: any(info.last_error == "/bad/model: no such file" for info in view.workers))
+        launcher.processes["worker-0", 1].die()
+        await supervisor.settle(5)
+        supervisor.arrange(lambda pools: pools.size_revisions({}, {Role.DECODE: 0}), state)
+        await seen(supervisor, lambda view: len(view.workers) == 2)
+        over = replace(state, phase=RolloutPhase.ROLLED_BACK)
+        supervisor.arrange(lambda pools: pools.end_revision(taken=False), over)
+        launcher.processes["worker-1", 1].die()
+        await seen(supervisor, lambda view: not all_ready(view))
+        await supervisor.settle(5)
+
+    supervised(scenario)
+
+
 def test_an_unknown_worker_is_not_drained() -> None:
     async def scenario(supervisor: Supervisor, launcher: ScriptedLauncher) -> None:
         await supervisor.start()
