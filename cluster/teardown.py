@@ -40,13 +40,18 @@ def retire_cluster(deadline_s: float) -> None:
             log.warning("requests are cut off: %s", first_line(error))
 
 
-def remove_cluster(*, memory_tiers: bool = True, application: bool = True, keep: str | None = None) -> bool:
+def remove_cluster(
+    *, memory_tiers: bool = True, application: bool = True, keep: str | None = None, own: Any | None = None
+) -> bool:
     """Remove whatever there is of Tandem on the Ray cluster that this process has joined. Return False if there was nothing.
 
     `memory_tiers`: there may be some. Without `application`, the routers are left to Serve. `keep` is the name of an actor of
-    ours that stays: the one that calls this.
+    ours that stays: the one that calls this. `own` is the controller of the cluster that is meant. If another one is there by
+    now, nothing is removed: whoever ended that cluster has done it.
     """
     controller = find_controller()
+    if own is not None and controller is not None and controller._actor_id != own._actor_id:
+        return False
     closing = None if controller is None else controller.close.remote()
     served = application and _remove_application()
     if closing is not None:

@@ -63,6 +63,28 @@ def test_what_is_left_is_found_in_every_namespace(removed: list[str]) -> None:
     assert removed == ["0a" * 18]
 
 
+def test_the_end_of_a_cluster_leaves_the_next_one_alone(removed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A `tandem serve` that was suspended wakes when its cluster was stopped, and another one was started."""
+    ended: list[str] = []
+
+    class Controller:
+        def __init__(self, actor_id: str) -> None:
+            self._actor_id = actor_id
+            self.close = self
+
+        def remote(self) -> str:
+            ended.append(self._actor_id)
+            return "closing"
+
+    monkeypatch.setattr(teardown, "find_controller", lambda: Controller("next"))
+    monkeypatch.setattr(teardown, "at_head", lambda *_: None)
+    monkeypatch.setattr(ray, "get", lambda *_, **__: None)
+    assert not teardown.remove_cluster(application=False, memory_tiers=False, own=Controller("own"))
+    assert (ended, removed) == ([], [])
+    assert teardown.remove_cluster(application=False, memory_tiers=False, own=Controller("next"))
+    assert (ended, removed) == (["next"], ["0a" * 18])
+
+
 def test_a_controller_takes_up_groups_of_every_namespace(removed: list[str]) -> None:
     assert {worker_id: group.id.hex() for worker_id, group in take_up_actors((), ["worker-0"]).items()} == {
         "worker-0": "0a" * 18
