@@ -33,7 +33,7 @@ from cluster.rollout.driver import Rollouts, Surroundings
 from cluster.router_replicas import RouterReplicas
 from cluster.sizer import PoolSizer, known_step_times
 from cluster.supervisor import Supervisor
-from configs.models import resolve_for
+from configs.models import all_here, resolve_for
 from configs.schema import ClusterConfig
 from protocol.cluster_view import ClusterView, RolloutObservation, RolloutOrder, RouterObservation
 from protocol.errors import ConfigError, InvalidRequestError
@@ -173,9 +173,12 @@ class Controller:
             await self._sizer.heed_rollout(runs=self._rollouts.runs)
 
     async def _expect_changed(self, changed: ClusterConfig) -> None:
-        """Count with what the workers of a configuration take that was rolled out. They run also where its model is gone."""
+        """Count with what the workers of a configuration take that was rolled out. They run also where its model is gone.
+
+        What would have to be fetched is not: nobody is watched or answered meanwhile.
+        """
         try:
-            self._expect(await asyncio.to_thread(lambda: role_memory(changed, resolve_for(changed).facts)))
+            self._expect(await asyncio.to_thread(_memory_by_files, changed))
         except Exception as error:  # noqa: BLE001 (whatever ails the files)
             log.warning("nobody knows what the workers take now, so as much as at the start is taken for it: %r", error)
 
@@ -235,6 +238,13 @@ def start_controller(
         return _actor_class().options(**options).remote(config, secret, memory, may_grow)
     except ValueError:
         raise ConfigError("a Tandem cluster runs on this Ray cluster already; `tandem stop` ends it", param="address") from None
+
+
+def _memory_by_files(config: ClusterConfig) -> Mapping[Role, WorkerMemory]:
+    """What a worker of each role takes. Raises ConfigError if a model does not lie on this machine."""
+    if not all_here(config):
+        raise ConfigError("the model is not on this machine", param="model")
+    return role_memory(config, resolve_for(config).facts)
 
 
 def _launcher(

@@ -198,7 +198,7 @@ def _pools_and_http(config: ClusterConfig, facts: ModelFacts, place: _Place, rep
         yield RunningCluster(parts.controller, config)
     finally:
         if not place.ends_with_us:
-            remove_cluster(memory_tiers=config.kv_offloading.memory_gib is not None)
+            remove_cluster(memory_tiers=config.kv_offloading.memory_gib is not None, own=parts.controller)
 
 
 def _wait_healthy(config: ClusterConfig) -> None:

@@ -25,7 +25,7 @@ from cluster.supervisor import Supervisor
 from configs.schema import ClusterConfig
 from configs.step_times import StepTimes
 from protocol.cluster_view import AutoscalerState, RouterObservation, SizeDecision
-from protocol.errors import InvalidRequestError, UnavailableError
+from protocol.errors import ConfigError, InvalidRequestError, UnavailableError
 from protocol.messages import Role
 from router.dispatch.status import needed_roles
 
@@ -224,7 +224,7 @@ def _fitting(sizes: Sizes, present: Sizes, room: Room, placed: Callable[[Sizes],
 def known_step_times(config: ClusterConfig) -> StepTimes | None:
     """What steps take, or None if nobody knows: because it was not measured, or because the model is gone by now.
 
-    Reads files.
+    Reads files, and fetches none: a controller can do nothing meanwhile.
     """
     try:
         return step_times(config)
@@ -244,6 +244,8 @@ def step_times(config: ClusterConfig) -> StepTimes | None:
 
         return load_paced_profile(config.paced_profile)
     from cluster.measured import known_profiles, measured_step_times
-    from configs.models import resolve_for
+    from configs.models import is_here, resolve_for
 
+    if not is_here(config.model):
+        raise ConfigError("the model is not on this machine", param="model")
     return measured_step_times(config, known_profiles(config, resolve_for(config).facts))

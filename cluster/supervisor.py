@@ -39,6 +39,9 @@ WATCH_S = 10.0
 """Seconds. A watcher gets an answer after this long even when nothing changed, so that it can tell silence from death."""
 STOP_S = 10.0
 """Seconds that an idle worker may take to end by itself before it is killed."""
+_KILLS = 5
+"""Attempts to kill a process. After the last one its worker's next life begins all the same."""
+_KILL_AGAIN_S = 1.0
 _SAVE_AGAIN_S = 1.0
 _SAVED_S = 2.0
 """An order is answered after so many seconds, recorded or not: it is obeyed already."""
@@ -67,7 +70,8 @@ class Supervisor:
         self._saver: asyncio.Task[None] | None = None
         """Records the latest changes."""
         self._news = asyncio.Event()
-        self._refused: ConfigError | None = None
+        self._refused: dict[str, ConfigError] = {}
+        """Why the latest start of a worker failed, where the configuration or the model is to blame."""
         self._stopping = False
         self._autoscaler: AutoscalerState | None = None
         self.rollout: RolloutState | None = None
@@ -218,14 +222,20 @@ class Supervisor:
         try:
             async with asyncio.timeout(deadline_s):
                 while not self._pools.settled():
-                    if self._refused is not None:
-                        raise self._refused
+                    if (refusal := self._refusal()) is not None:
+                        raise refusal
                     await self._news.wait()
         except TimeoutError:
             late = [info for info in self.view().workers if info.state is WorkerState.STARTING]
             reasons = [(info.worker_id, info.last_error or await self._launcher.why_not_started(info.role)) for info in late]
             listed = "; ".join(f"{worker_id}: {reason}" for worker_id, reason in reasons)
             raise UnavailableError(f"not all workers started within {deadline_s:g} s: {listed}") from None
+
+    def _refusal(self) -> ConfigError | None:
+        """What keeps a wanted worker from starting. Of workers with a new configuration, its rollout hears by itself."""
+        starting = [info for info in self._pools.workers() if info.state is WorkerState.STARTING]
+        current = [info.worker_id for info in starting if info.revision == self._pools.revision]
+        return next((self._refused[worker_id] for worker_id in current if worker_id in self._refused), None)
 
     async def close(self) -> None:
         """End every worker and give back what they hold."""
@@ -314,6 +324,7 @@ class Supervisor:
                 await self._save()
                 begun = time.monotonic()
                 started = await self._start(role, process)
+                self._refused.pop(worker_id, None)
                 self._note_start(time.monotonic() - begun)
                 self._names[WorkerLife(worker_id, epoch)] = process.names
                 self._up.add(WorkerLife(worker_id, epoch))
@@ -324,7 +335,8 @@ class Supervisor:
             error = "its loop ended"
         except TandemError as failure:
             error = failure.message
-            self._refused = failure if isinstance(failure, ConfigError) else self._refused
+            if isinstance(failure, ConfigError):
+                self._refused[worker_id] = failure
         except Exception as failure:
             log.exception("supervising %s epoch %d failed", worker_id, epoch)
             error = repr(failure)
@@ -363,9 +375,18 @@ class Supervisor:
         self._up.discard(WorkerLife(worker_id, epoch))
         process = self._processes.get(WorkerLife(worker_id, epoch))
         if process is not None:
-            await process.kill()
+            await self._kill_process(process, worker_id, epoch)
             self._processes.pop(WorkerLife(worker_id, epoch), None)
             self._names.pop(WorkerLife(worker_id, epoch), None)
+
+    async def _kill_process(self, process: Process, worker_id: str, epoch: int) -> None:
+        """What fails is tried again, a few times: the pool must hear of the end, or nobody ever takes the worker's place."""
+        for attempt in range(1, _KILLS + 1):
+            try:
+                return await process.kill()
+            except Exception:
+                log.exception("%s epoch %d was not killed, attempt %d of %d", worker_id, epoch, attempt, _KILLS)
+            await asyncio.sleep(_KILL_AGAIN_S)
 
     async def _drain(self, worker_id: str, epoch: int) -> None:
         """A life that is still taken up drains when it is (`Pool.resumed`); one that has ended needs not."""
@@ -409,6 +430,7 @@ class Supervisor:
             await asyncio.wait([life])
         await self._kill(worker_id, epoch)
         if not any(info.worker_id == worker_id for info in self.view().workers):
+            self._refused.pop(worker_id, None)
             await self._launcher.release(worker_id)
         log.info("%s epoch %d is gone", worker_id, epoch)
 

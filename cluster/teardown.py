@@ -8,18 +8,17 @@ by its name in Ray's books. Called by `tandem stop`, by the end of a `tandem ser
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
 from typing import Any
 
 import ray
 from ray import serve
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
-from ray.util.placement_group import get_placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.controller import CONTROLLER, find_controller
 from cluster.open_requests import RETIRE_ANSWER_S
-from cluster.ray.actors import NAME_PREFIX, NAMESPACE
+from cluster.ray.actors import NAMESPACE, named_groups
 from cluster.ray.front import HEAD_RESOURCES, at_head, withdraw
 from cluster.records import delete_records
 from cluster.router_replicas import APPLICATION, remove_application
@@ -41,13 +40,18 @@ def retire_cluster(deadline_s: float) -> None:
             log.warning("requests are cut off: %s", first_line(error))
 
 
-def remove_cluster(*, memory_tiers: bool = True, application: bool = True, keep: str | None = None) -> bool:
+def remove_cluster(
+    *, memory_tiers: bool = True, application: bool = True, keep: str | None = None, own: Any | None = None
+) -> bool:
     """Remove whatever there is of Tandem on the Ray cluster that this process has joined. Return False if there was nothing.
 
     `memory_tiers`: there may be some. Without `application`, the routers are left to Serve. `keep` is the name of an actor of
-    ours that stays: the one that calls this.
+    ours that stays: the one that calls this. `own` is the controller of the cluster that is meant. If another one is there by
+    now, nothing is removed: whoever ended that cluster has done it.
     """
     controller = find_controller()
+    if own is not None and controller is not None and controller._actor_id != own._actor_id:
+        return False
     closing = None if controller is None else controller.close.remote()
     served = application and _remove_application()
     if closing is not None:
@@ -78,12 +82,10 @@ def sweep(keep: str | None = None) -> bool:
         if handle is not None:
             ray.kill(handle)
     delete_records()
-    groups = [group["name"] for group in placement_group_table().values() if group["state"] != "REMOVED"]
-    ours = [name for name in groups if name.startswith(NAME_PREFIX)]
-    for name in ours:
-        with suppress(ValueError):  # it was removed meanwhile
-            remove_placement_group(get_placement_group(name))
-    return bool(actors or ours)
+    groups = named_groups()
+    for _, group in groups:
+        remove_placement_group(group)  # one that was removed meanwhile stays so
+    return bool(actors or groups)
 
 
 def _remove_memory_tiers() -> None:

@@ -17,7 +17,7 @@ from configs.facts import Model, ModelFacts, TokenizerFacts, WeightFormat
 from configs.fields import model_error, read_json
 from configs.model_files.gguf_model import model_from_gguf
 from configs.model_files.hf_directory import CONFIG, directory_hash, model_from_directory, supported_architecture
-from configs.model_files.hf_hub import fetch_snapshot, local_snapshots
+from configs.model_files.hf_hub import fetch_snapshot, local_snapshots, whole_snapshot
 from configs.model_files.rope import with_overrides
 from configs.model_files.vocabulary import token_bytes
 from configs.paced.profile import load_paced_profile
@@ -142,7 +142,19 @@ def is_here(name: str) -> bool:
     """Return whether `resolve` would find a model of this name without fetching anything."""
     if name in _PACKAGED:
         return os.path.exists(_PACKAGED[name].path)
-    return os.path.exists(os.path.expanduser(name)) or any(snapshot.repo_id == name for snapshot in local_snapshots())
+    if os.path.exists(os.path.expanduser(name)):
+        return True
+    try:
+        return _HUB_ID.fullmatch(name) is not None and whole_snapshot(name) is not None
+    except ConfigError:
+        return False
+
+
+def all_here(config: ClusterConfig) -> bool:
+    """Return whether `resolve_for` and `draft_facts` would find the models of a configuration without fetching anything."""
+    speculative = config.speculative_config
+    draft = None if speculative is None else speculative.model
+    return is_here(config.model) and (draft is None or is_here(draft))
 
 
 def list_models() -> list[ListedModel]:

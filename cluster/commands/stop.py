@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+from contextlib import suppress
 from typing import Annotated
 
 import typer
@@ -28,6 +30,7 @@ def stop(
 
     interrupts = Interrupts()
     interrupts.install()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # ended half-way, it would leave a cluster that refuses every request
     with joined_ray(address):
         from cluster.teardown import remove_cluster, retire_cluster
 
@@ -35,7 +38,8 @@ def stop(
         try:
             retire_cluster(shutdown_s)
         except KeyboardInterrupt:
-            typer.echo("stopping at once", err=True)
+            with suppress(OSError):  # the terminal may be gone
+                typer.echo("stopping at once", err=True)
         finally:
             interrupts.phase = Phase.ENDING
         found = remove_cluster()

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group_table, remove_placement_group
+from ray import PlacementGroupID
+from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
 from cluster.ray.placement import HEAD_RESOURCE, Resources
 
@@ -77,14 +78,27 @@ def take_up_actors(kept: Collection[str], worker_ids: Collection[str]) -> dict[s
     for stray in find_actors([name for name in named if name.startswith(PROCESS_PREFIX) and name not in kept]):
         ray.kill(stray.handle)
     groups = {}
-    for entry in placement_group_table().values():
-        if entry["name"].startswith(NAME_PREFIX) and entry["state"] != "REMOVED":
-            group, worker_id = get_placement_group(entry["name"]), entry["name"].removeprefix(NAME_PREFIX)
-            if worker_id in worker_ids:
-                groups[worker_id] = group
-            else:
-                remove_placement_group(group)
+    for name, group in named_groups():
+        worker_id = name.removeprefix(NAME_PREFIX)
+        if worker_id in worker_ids:
+            groups[worker_id] = group
+        else:
+            remove_placement_group(group)
     return groups
+
+
+def named_groups() -> list[tuple[str, PlacementGroup]]:
+    """Return the placement groups that carry Tandem's name, each with its name. Blocks for a call to Ray.
+
+    They are of all namespaces. Ray looks a name up in the caller's alone, and who starts a cluster may have another one.
+    """
+    table = placement_group_table()
+    present = [(entry["name"], id_hex) for id_hex, entry in table.items() if entry["state"] != "REMOVED"]
+    return [(name, _group(id_hex)) for name, id_hex in present if name.startswith(NAME_PREFIX)]
+
+
+def _group(id_hex: str) -> PlacementGroup:
+    return PlacementGroup(PlacementGroupID.from_hex(id_hex))
 
 
 def find_actors(names: Sequence[str]) -> list[NamedActor]:

@@ -111,6 +111,12 @@ class Room:
         room._routers = routers
         return room
 
+    def with_memory(self, memory: Mapping[Role, WorkerMemory]) -> Room:
+        """Return what the same nodes have for workers that take so much memory."""
+        room = copy.copy(self)
+        room._memory = memory
+        return room
+
     def check_routers(self, wanted: Mapping[Role, int]) -> None:
         """Raise InvalidRequestError if the routers do not fit beside `wanted` workers of all roles."""
         if not self._holds_all(wanted) and self.with_routers(1)._holds_all(wanted):

@@ -143,7 +143,7 @@ class Rollouts:
         """Go on with what a former controller has left half done."""
         state = self._supervisor.rollout
         if state is not None and not state.phase.is_over:
-            self._go(self._to_the_end(state.reason or "the controller ended during it"))
+            self._go(self._to_the_end(state.reason or "the controller ended during it", knows_memory=False))
 
     async def close(self) -> None:
         """Change nothing from now on. Idempotent."""
@@ -167,8 +167,11 @@ class Rollouts:
             log.exception("the rollout failed")
             await self._to_the_end(f"it failed in the controller: {error!r}")
 
-    async def _to_the_end(self, reason: str) -> None:
-        """Go back, for this reason, or on if there is nothing to go back to. What fails is tried again until it is over."""
+    async def _to_the_end(self, reason: str, *, knows_memory: bool = True) -> None:
+        """Go back, for this reason, or on if there is nothing to go back to. What fails is tried again until it is over.
+
+        A controller that does not know what the new workers take starts former ones only in the place of new ones.
+        """
         while self.runs:
             try:
                 if self._state.phase is RolloutPhase.REPLACING and not self._may_go_back:
@@ -176,7 +179,7 @@ class Rollouts:
                     await self._replace()
                     await self._taken(memory)
                 else:
-                    await self._roll_back(reason)
+                    await self._roll_back(reason, may_be_beside=knows_memory)
             except Exception:
                 log.exception("the rollout did not come to its end: it is tried again")
                 await asyncio.sleep(_AGAIN_S)
@@ -187,6 +190,10 @@ class Rollouts:
         memory = await self._checked()
         self._around.expect(larger(self._memory, memory))
         room = await self._find_room()
+        try:
+            room.with_memory(memory).check(targets, list(targets))
+        except InvalidRequestError as error:
+            raise _WorseError(f"there is no room for all workers with the new configuration: {error.message}") from None
         present = {role: each.present for role, each in self._supervisor.pools.numbers()[0].items()}
         try:
             former, new = first_sizes(targets, present, order.canary, room.check)
@@ -296,7 +303,7 @@ class Rollouts:
         log.info("revision %d has taken over: %s", state.revision, state.verdict)
         await self._over(state, taken=True)
 
-    async def _roll_back(self, reason: str) -> None:
+    async def _roll_back(self, reason: str, *, may_be_beside: bool) -> None:
         """Give the requests to the former workers alone, bring these back to their number, and end the new ones.
 
         One new worker of each role stays until the former ones can serve (`sizes_back`).
@@ -311,7 +318,8 @@ class Rollouts:
             room, late = await self._known_room(), time.monotonic() - began > self._start_s
             former, new = self._supervisor.pools.numbers()
             if room is not None or late:
-                sizes = sizes_back(targets, former, new, partial(_holds, room), late=late)
+                most = None if may_be_beside else targets
+                sizes = sizes_back(targets, former, new, partial(_holds, room, most=most), late=late)
                 if sizes != (_wanted(former), _wanted(new)):
                     self._size(*sizes)
             await asyncio.sleep(LOOK_S)
@@ -414,8 +422,10 @@ def _has_room(room: Room, wanted: Sizes, role: Role) -> bool:
     return _holds(room, {**wanted, role: wanted[role] + 1})
 
 
-def _holds(room: Room | None, sizes: Sizes) -> bool:
-    """Whether the nodes hold so many workers, as far as anybody knows."""
+def _holds(room: Room | None, sizes: Sizes, most: Sizes | None = None) -> bool:
+    """Whether the nodes hold so many workers, as far as anybody knows, and there are no more of them than `most`."""
+    if most is not None and any(sizes[role] > most[role] for role in sizes):
+        return False
     try:
         if room is not None:
             room.check(sizes, list(sizes))

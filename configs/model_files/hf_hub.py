@@ -30,17 +30,8 @@ def fetch_snapshot(repo_id: str) -> Path:
 
     Raises ConfigError if it can't be had, UnavailableError while the hub doesn't answer.
     """
-    from huggingface_hub import snapshot_download  # takes 0.3 s, which only hub models pay
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        folder = Path(snapshot_download(repo_id, allow_patterns=list(PATTERNS), local_files_only=True))
-        if _is_whole(folder):
-            return folder
-    except HFValidationError:
-        raise model_error(f"{repo_id} is no directory and can't be the id of a model on the Hugging Face hub") from None
-    except LocalEntryNotFoundError:
-        pass
+    if (here := whole_snapshot(repo_id)) is not None:
+        return here
     folder = download_apart(repo_id)
     if not (folder / CONFIG).exists():
         raise model_error(
@@ -48,6 +39,23 @@ def fetch_snapshot(repo_id: str) -> Path:
             "download a .gguf file and give its path"
         )
     return folder
+
+
+def whole_snapshot(repo_id: str) -> Path | None:
+    """Return the directory of a model that lies in the cache whole; None if it has to be downloaded.
+
+    Raises ConfigError for what can't be an id.
+    """
+    from huggingface_hub import snapshot_download  # takes 0.3 s, which only hub models pay
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        folder = Path(snapshot_download(repo_id, allow_patterns=list(PATTERNS), local_files_only=True))
+    except HFValidationError:
+        raise model_error(f"{repo_id} is no directory and can't be the id of a model on the Hugging Face hub") from None
+    except LocalEntryNotFoundError:
+        return None
+    return folder if _is_whole(folder) else None
 
 
 def _is_whole(folder: Path) -> bool:

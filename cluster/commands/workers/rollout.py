@@ -8,8 +8,9 @@ With `--config`, the controller does all of it (`cluster.commands.workers.new_co
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,6 +38,10 @@ from protocol.messages import Role
 
 Report = Callable[[str], None]
 """A function that is told what is being done, in words for people."""
+
+_ASK_AGAIN_S = 1.0
+_ROLLOUT_S = 2 * 86_400.0
+"""Longest time that the rollout of a configuration is waited for, which is watched for a day at most."""
 
 
 def rollout(
@@ -114,14 +119,21 @@ def roll_out(client: ApiClient, room_s: float, wait_s: float) -> None:
 @contextmanager
 def _autoscaler_quiet(client: ApiClient, state: Mapping[str, Any] | None) -> Iterator[None]:
     """While the block runs, the autoscaler, whose state is that of /admin/status, changes nothing."""
-    runs = state is not None and not state["paused"]
+    if state is None or state["paused"]:
+        yield
+        return
+    pauses = True
     try:
-        if runs:
+        try:
             patiently(lambda: client.post("/admin/autoscale", {"action": "pause"}))
+        except InvalidRequestError:
+            pauses = False
+            raise
         yield
     finally:
-        if runs:
-            patiently(lambda: client.post("/admin/autoscale", {"action": "resume"}))
+        if pauses:
+            left = "the autoscaler is paused: `tandem autoscale resume`"
+            _undo(lambda: client.post("/admin/autoscale", {"action": "resume"}), left)
 
 
 def _restart_each(client: ApiClient, workers: Workers, wait_s: float, report: Report, on_restarted: Callable[[], None]) -> None:
@@ -158,7 +170,7 @@ def _one_more(client: ApiClient, role: Role, number: int, room_s: float, wait_s:
         yield
     finally:
         if added:
-            _scale(client, role, number)
+            _take_back(client, role, number)
     if added:
         report(f"draining the additional {role.value} worker")
         wait_for(client, what_a_role_lacks(role, number), wait_s)
@@ -173,10 +185,43 @@ def _has_come(client: ApiClient, role: Role, number: int, room_s: float) -> bool
     try:
         wait_for(client, what_a_role_lacks(role, number + 1), room_s)
     except (InvalidRequestError, UnavailableError):  # none came up
-        _scale(client, role, number)
+        _take_back(client, role, number)
         return False
     return True
 
 
 def _scale(client: ApiClient, role: Role, number: int) -> None:
     patiently(lambda: client.post("/admin/scale", {role.value: number}))
+
+
+def _take_back(client: ApiClient, role: Role, number: int) -> None:
+    left = f"there is a {role.value} worker too many: `tandem scale {role.value}={number}`"
+    _undo(lambda: _scale(client, role, number), left)
+
+
+def _undo(order: Callable[[], Any], left: str) -> None:
+    """Give an order that takes something back, also where a configuration that is rolled out has it refused until the end.
+
+    If it can't be given, it prints what is `left` to do.
+    """
+    end, waits = time.monotonic() + _ROLLOUT_S, False
+    try:
+        while True:
+            try:
+                patiently(order)
+                return
+            except InvalidRequestError as refusal:
+                if refusal.param != "rollout" or time.monotonic() > end:
+                    raise
+            if not waits:
+                waits = True
+                _say("a configuration is rolled out: what this rollout has changed is taken back when that is over")
+            time.sleep(_ASK_AGAIN_S)
+    except BaseException:
+        _say(f"left to do: {left}")
+        raise
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):  # the terminal may be gone, and the rest is to be taken back all the same
+        typer.echo(text, err=True)

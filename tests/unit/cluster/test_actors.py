@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import ray
 
-from cluster.ray.actors import new_actor
+from cluster import teardown
+from cluster.ray import actors
+from cluster.ray.actors import new_actor, take_up_actors
 
 
 def test_all_lives_of_a_kind_are_made_of_one_actor_class(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,3 +34,61 @@ def test_all_lives_of_a_kind_are_made_of_one_actor_class(monkeypatch: pytest.Mon
     made = [new_actor(Kind, name, {"CPU": 1.0}) for name in ("one", "two")]
     assert [(each.name, each.handle) for each in made] == [("one", "handle"), ("two", "handle")]
     assert exported == [Kind]
+
+
+@pytest.fixture
+def removed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Ids of the groups that are removed, of a Ray cluster with one of `worker-0`, made in a namespace that is not ours."""
+    gone: list[str] = []
+    entries = {
+        "0a" * 18: ("tandem-worker-0", "CREATED"),
+        "0b" * 18: ("tandem-worker-1", "REMOVED"),
+        "0c" * 18: ("other", "CREATED"),
+    }
+
+    def table() -> dict[str, dict[str, str]]:
+        return {id_hex: {"name": name, "state": state} for id_hex, (name, state) in entries.items()}
+
+    monkeypatch.setattr(actors, "placement_group_table", table)
+    for module in (actors, teardown):
+        monkeypatch.setattr(module, "remove_placement_group", lambda group: gone.append(group.id.hex()))
+    monkeypatch.setattr(ray.util, "list_named_actors", lambda all_namespaces: [])
+    monkeypatch.setattr(teardown, "delete_records", lambda: None)
+    return gone
+
+
+def test_what_is_left_is_found_in_every_namespace(removed: list[str]) -> None:
+    """Ray's `get_placement_group` would not find it: its namespace is that of the job which made it."""
+    assert teardown.sweep()
+    assert removed == ["0a" * 18]
+
+
+def test_the_end_of_a_cluster_leaves_the_next_one_alone(removed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A `tandem serve` that was suspended wakes when its cluster was stopped, and another one was started."""
+    ended: list[str] = []
+
+    class Controller:
+        def __init__(self, actor_id: str) -> None:
+            self._actor_id = actor_id
+            self.close = self
+
+        def remote(self) -> str:
+            ended.append(self._actor_id)
+            return "closing"
+
+    monkeypatch.setattr(teardown, "find_controller", lambda: Controller("next"))
+    monkeypatch.setattr(teardown, "at_head", lambda *_: None)
+    monkeypatch.setattr(ray, "get", lambda *_, **__: None)
+    assert not teardown.remove_cluster(application=False, memory_tiers=False, own=Controller("own"))
+    assert (ended, removed) == ([], [])
+    assert teardown.remove_cluster(application=False, memory_tiers=False, own=Controller("next"))
+    assert (ended, removed) == (["next"], ["0a" * 18])
+
+
+def test_a_controller_takes_up_groups_of_every_namespace(removed: list[str]) -> None:
+    assert {worker_id: group.id.hex() for worker_id, group in take_up_actors((), ["worker-0"]).items()} == {
+        "worker-0": "0a" * 18
+    }
+    assert not removed
+    assert not take_up_actors((), ["worker-2"])
+    assert removed == ["0a" * 18]

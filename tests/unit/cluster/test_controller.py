@@ -116,6 +116,32 @@ def test_a_controller_takes_up_its_workers_though_all_models_are_gone(
     assert not ends
 
 
+def test_a_controller_takes_up_its_workers_before_anything_is_fetched(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The head node was replaced, and its cache is empty: a download may take hours, and nobody is answered until then."""
+    fetched: list[str] = []
+
+    def fetch(repo_id: str) -> NoReturn:
+        fetched.append(repo_id)
+        raise UnavailableError("the hub does not answer")
+
+    async def scenario() -> None:
+        config, changed = settings(model="org/absent-a"), settings(model="org/absent-b")
+        found = await made(config, recorded(config, changed), monkeypatch, restarted=True)
+        assert found._launcher.memory == MEMORY
+        await found._rollouts.close()
+        assert found._sizer is not None
+        await found._sizer.close()
+        await found._supervisor.close()
+
+    monkeypatch.setattr("configs.models.fetch_snapshot", fetch)
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(scenario())
+    assert not fetched
+    assert caplog.text.count("the model is not on this machine") == 2
+
+
 @pytest.mark.parametrize("restarted", [True, False])
 def test_what_it_cannot_do_without_ends_its_process_after_a_restart(
     restarted: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ends: list[int]

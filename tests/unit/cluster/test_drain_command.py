@@ -9,6 +9,7 @@ import pytest
 
 from cluster.commands.lib import waiting
 from cluster.commands.lib.waiting import wait_for, what_a_role_lacks
+from cluster.commands.workers import rollout
 from cluster.commands.workers.drain import drain_and_wait
 from cluster.commands.workers.rollout import roll_out
 from cluster.pool import Action, Drain, Pool, Remove, Start, Stop, WorkerIds
@@ -189,6 +190,54 @@ def test_a_rollout_that_is_stuck_says_where_and_takes_the_extra_worker_back() ->
     with pytest.raises(UnavailableError, match="worker-3 is draining"):
         roll_out(cluster, 1, 0.01)  # type: ignore[arg-type]
     assert cluster.pools[Role.DECODE].desired == 2
+
+
+class RollingCluster(PooledCluster):
+    """Another operator's `tandem rollout --config` begins with the first order to this path, and refuses some orders."""
+
+    def __init__(self, path: str, refusals: int) -> None:
+        super().__init__(autoscaler={"paused": None})
+        self._path = path
+        self._begun = False
+        self._refusals = refusals
+
+    def post(self, path: str, body: Any) -> Any:
+        self._begun |= path == self._path
+        if self._begun and self._refusals:
+            self._refusals -= 1
+            raise InvalidRequestError("a new configuration is rolled out", param="rollout")
+        super().post(path, body)
+
+
+def test_a_rollout_takes_back_what_it_has_changed_when_that_of_a_configuration_is_over(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rollout, "_ASK_AGAIN_S", 0.0)
+    cluster = RollingCluster("/admin/drain", 5)
+    with pytest.raises(InvalidRequestError, match="a new configuration is rolled out"):
+        roll_out(cluster, 1, 1)  # type: ignore[arg-type]
+    assert [pool.desired for pool in cluster.pools.values()] == [2, 2]
+    assert cluster.autoscaler == {"paused": None}
+    assert capsys.readouterr().err.count("is taken back when that is over") == 1
+
+
+def test_a_rollout_that_can_take_nothing_back_says_what_is_left(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rollout, "_ASK_AGAIN_S", 0.0)
+    monkeypatch.setattr(rollout, "_ROLLOUT_S", 0.0)
+    with pytest.raises(InvalidRequestError, match="a new configuration is rolled out"):
+        roll_out(RollingCluster("/admin/drain", 99), 1, 1)  # type: ignore[arg-type]
+    said = " ".join(capsys.readouterr().err.split())
+    assert "left to do: there is a prefill worker too many: `tandem scale prefill=2`" in said
+    assert "left to do: the autoscaler is paused: `tandem autoscale resume`" in said
+
+
+def test_a_rollout_that_is_refused_at_its_beginning_waits_for_nothing() -> None:
+    cluster = RollingCluster("/admin/autoscale", 1)
+    with pytest.raises(InvalidRequestError, match="a new configuration is rolled out"):
+        roll_out(cluster, 1, 1)  # type: ignore[arg-type]
+    assert not cluster.orders
 
 
 def test_a_drain_waits_until_the_worker_is_gone() -> None:

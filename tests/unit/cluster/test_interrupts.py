@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 from rich.console import Console
 
 from cluster.commands.lib.foreground import retire
 from cluster.commands.lib.interrupts import Interrupts, Phase
+from cluster.commands.stop import stop
 from protocol.errors import UnavailableError
 
 
 @pytest.fixture(autouse=True)
 def _handlers() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -39,6 +41,34 @@ def test_one_signal_while_it_starts() -> None:
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGTERM)
     signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_stop_whose_terminal_is_lost_goes_on_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the two steps the cluster refuses every request."""
+    steps: list[str] = []
+
+    @contextmanager
+    def joined(address: str) -> Iterator[None]:
+        yield
+
+    def retire_cluster(deadline_s: float) -> None:
+        signal.raise_signal(signal.SIGHUP)
+        steps.append("retired")
+
+    def remove_cluster() -> bool:
+        signal.raise_signal(signal.SIGHUP)
+        steps.append("removed")
+        return True
+
+    def die(*_: object) -> None:
+        raise SystemExit
+
+    signal.signal(signal.SIGHUP, die)  # as a process without a handler does
+    monkeypatch.setattr("cluster.ray.session.joined_ray", joined)
+    monkeypatch.setattr("cluster.teardown.retire_cluster", retire_cluster)
+    monkeypatch.setattr("cluster.teardown.remove_cluster", remove_cluster)
+    stop(address="auto", shutdown_s=20.0)
+    assert steps == ["retired", "removed"]
 
 
 class ScriptedCluster:

@@ -285,6 +285,59 @@ def test_a_worker_that_does_not_stop_is_killed_and_started_anew(monkeypatch: pyt
     supervised(scenario)
 
 
+@pytest.mark.parametrize("failures", [1, 1000])
+def test_a_worker_whose_kill_fails_has_a_next_life_all_the_same(failures: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.supervisor._KILL_AGAIN_S", 0.01)
+
+    async def scenario(supervisor: Supervisor, launcher: ScriptedLauncher) -> None:
+        await supervisor.start()
+        await supervisor.settle(5)
+        process, attempts = launcher.processes["worker-1", 1], 0
+
+        async def kill() -> None:
+            nonlocal attempts
+            attempts += 1
+            process.killed = True  # as far as the checks of this test go
+            if attempts <= failures:
+                raise RuntimeError("can't start new thread")
+
+        process.kill = kill  # type: ignore[method-assign]
+        process.die()
+        view = await seen(supervisor, lambda view: one(view, "worker-1").epoch == 2 and all_ready(view))
+        assert one(view, "worker-1").last_error == "killed by signal 9"
+        assert attempts == min(failures + 1, 5)
+
+    supervised(scenario)
+
+
+def test_what_a_rolled_back_configuration_did_to_a_worker_is_not_said_of_others() -> None:
+    async def scenario(supervisor: Supervisor, launcher: ScriptedLauncher) -> None:
+        refused = config(lease_s=11.0)
+
+        async def start(ref: WorkerRef) -> None:
+            if launcher.configs[ref.worker_id, ref.epoch] is refused:
+                raise ConfigError("/bad/model: no such file")
+
+        launcher.on_start = start
+        await supervisor.start()
+        await supervisor.settle(5)
+        state = RolloutState(2, RolloutPhase.STARTING, 0.0, (), {}, "")
+        supervisor.arrange(lambda pools: pools.begin_revision(refused), state)
+        supervisor.arrange(lambda pools: pools.size_revisions({}, {Role.DECODE: 1}), state)
+        await seen(supervisor, lambda view: any(info.last_error == "/bad/model: no such file" for info in view.workers))
+        launcher.processes["worker-0", 1].die()
+        await supervisor.settle(5)
+        supervisor.arrange(lambda pools: pools.size_revisions({}, {Role.DECODE: 0}), state)
+        await seen(supervisor, lambda view: len(view.workers) == 2)
+        over = replace(state, phase=RolloutPhase.ROLLED_BACK)
+        supervisor.arrange(lambda pools: pools.end_revision(taken=False), over)
+        launcher.processes["worker-1", 1].die()
+        await seen(supervisor, lambda view: not all_ready(view))
+        await supervisor.settle(5)
+
+    supervised(scenario)
+
+
 def test_an_unknown_worker_is_not_drained() -> None:
     async def scenario(supervisor: Supervisor, launcher: ScriptedLauncher) -> None:
         await supervisor.start()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Collection, Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -38,6 +38,27 @@ ORDER = RolloutOrder({"decode": {"kv_cache_tokens": KV_TOKENS}}, canary=0.2, wat
 MEMORY = dict.fromkeys(Role, WorkerMemory(kv_pool=10**9, weights=0, process=0))
 
 
+LARGE = dict.fromkeys(Role, WorkerMemory(kv_pool=2 * 10**9, weights=0, process=0))
+
+
+@dataclass
+class Node:
+    """The only node, with the memory of workers as the controller counts it."""
+
+    memory_bytes: float
+    counted: Mapping[Role, WorkerMemory] = field(default_factory=lambda: MEMORY)
+
+    def around(self) -> dict[str, Any]:
+        """Surroundings of a rollout to large workers."""
+        return {"room": self.room, "expect": self.expect, "check": lambda current, new: LARGE}
+
+    async def room(self) -> Room:
+        return Room(settings(0), self.counted, [{"CPU": 99.0, "memory": self.memory_bytes}], may_grow=False)
+
+    def expect(self, memory: Mapping[Role, WorkerMemory]) -> None:
+        self.counted = memory
+
+
 class Idle(ScriptedProcess):
     """Has no work: a drain is done at once."""
 
@@ -46,9 +67,11 @@ class Idle(ScriptedProcess):
 
 
 class IdleLauncher(ScriptedLauncher):
+    kind: type[Idle] = Idle
+
     def process(self, role: Role, worker_id: str, epoch: int, config: ClusterConfig) -> Idle:
         self.configs[worker_id, epoch] = config
-        process = Idle(self, role, worker_id, epoch)
+        process = self.kind(self, role, worker_id, epoch)
         self.processes[worker_id, epoch] = process
         return process
 
@@ -59,6 +82,17 @@ class IdleLauncher(ScriptedLauncher):
             for key, process in self.processes.items()
             if self.configs[key].decode.kv_cache_tokens == KV_TOKENS and process.alive and isinstance(process, Idle)
         ]
+
+
+class Busy(Idle):
+    """Has something left to do when it drains."""
+
+    async def drain(self) -> None:
+        await asyncio.sleep(0.2)
+
+
+class BusyLauncher(IdleLauncher):
+    kind = Busy
 
 
 @dataclass
@@ -183,6 +217,21 @@ def test_a_good_configuration_is_taken_by_all(cores: int) -> None:
         assert all_of_it.ended == [RolloutPhase.DONE]
 
     rolled(scenario, cores)
+
+
+def test_a_configuration_whose_workers_do_not_all_fit_into_memory_starts_none_of_them() -> None:
+    """Each new worker fits in the place of a former one, and all of them together do not fit."""
+    node = Node(5 * 10**9)
+
+    async def scenario(all_of_it: Rig) -> None:
+        all_of_it.rollouts.begin(ORDER)
+        view = await all_of_it.phase(RolloutPhase.ROLLED_BACK)
+        assert view.rollout is not None
+        assert "no room for all workers with the new configuration: decode: 2 workers do not fit" in (view.rollout.reason or "")
+        assert len(all_of_it.launcher.processes) == 4, "no new worker was started, and no former one ended"
+        assert node.counted == MEMORY
+
+    rolled(scenario, prefill=2, decode=2, **node.around())
 
 
 def test_where_there_is_no_room_a_former_worker_makes_some() -> None:
@@ -478,6 +527,29 @@ def test_a_new_controller_rolls_back_what_is_half_done_and_ends_what_is_all_but_
     bounded(scenario())
 
 
+def test_a_new_controller_starts_former_workers_only_as_large_new_ones_go() -> None:
+    """It has not read the new model, so it can't know that the workers take twice as much."""
+
+    async def scenario() -> None:
+        records = await half_done(replaced=False, **Node(8 * 10**9).around())
+        replacing = [record for record in records if record.rollout and record.rollout.phase is RolloutPhase.REPLACING]
+        second = taken_up(replacing[-1], BusyLauncher(), **Node(8 * 10**9).around())
+        assert await second.supervisor.start()
+        second.rollouts.resume()
+        most = 0  # in GB
+        while second.state.phase is not RolloutPhase.ROLLED_BACK:
+            former, new = second.supervisor.pools.numbers()
+            taken = sum(each.present for each in former.values()) + 2 * sum(each.present for each in new.values())
+            most = max(most, taken)
+            await asyncio.sleep(0.001)
+        assert most <= 8
+        assert revisions(second.supervisor.view()) == [1, 1, 1]
+        await second.rollouts.close()
+        await second.supervisor.close()
+
+    bounded(scenario())
+
+
 @pytest.mark.parametrize("replaced", [False, True])
 def test_what_goes_wrong_after_the_death_of_a_controller_is_tried_again(
     replaced: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -561,11 +633,11 @@ def bounded(scenario: Coroutine[Any, Any, None]) -> None:
     asyncio.run(run())
 
 
-async def half_done(replaced: bool) -> list[ClusterRecord]:
+async def half_done(replaced: bool, **around: Any) -> list[ClusterRecord]:
     """The records of a rollout under way, before or after its last former worker was given up."""
     config, records, launcher = settings(0), AllRecords(), IdleLauncher()
     supervisor = Supervisor(config, launcher, records)
-    first = rig(supervisor, launcher, config, 0)
+    first = rig(supervisor, launcher, config, 0, **around)
     await supervisor.start()
     await supervisor.settle(5)
     first.rollouts.begin(ORDER)
@@ -585,9 +657,9 @@ async def half_done(replaced: bool) -> list[ClusterRecord]:
     return under_way
 
 
-def taken_up(record: ClusterRecord, **around: Any) -> Rig:
+def taken_up(record: ClusterRecord, launcher: IdleLauncher | None = None, **around: Any) -> Rig:
     """The cluster of a controller that finds this record."""
-    launcher = IdleLauncher()
+    launcher = launcher or IdleLauncher()
     launcher.left = {WorkerLife(*life) for life, _ in record.processes}
     return rig(Supervisor(settings(0), launcher, AllRecords(record)), launcher, settings(0), 0, **around)
 
