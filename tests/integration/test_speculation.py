@@ -35,9 +35,11 @@ Request = tuple[str, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def guessing(serve: Callable[..., Any]) -> Any:
-    """1 prefill + 2 decode workers in the default format."""
-    served = serve("--speculative-config", CONFIG, "--decode", "2")
+def guessing(serve: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """1 prefill + 2 decode workers in the default format. On slow processors all requests at once take more than a minute."""
+    config = tmp_path_factory.mktemp("guessing") / "tandem.yaml"
+    config.write_text("limits: {queue_s: 300}\n")
+    served = serve("--speculative-config", CONFIG, "--decode", "2", "--config", str(config))
     served.wait_ready()
     return served
 
