@@ -190,10 +190,7 @@ class Rollouts:
         memory = await self._checked()
         self._around.expect(larger(self._memory, memory))
         room = await self._find_room()
-        try:
-            room.with_memory(memory).check(targets, list(targets))
-        except InvalidRequestError as error:
-            raise _WorseError(f"there is no room for all workers with the new configuration: {error.message}") from None
+        self._check_memory(room, memory)
         present = {role: each.present for role, each in self._supervisor.pools.numbers()[0].items()}
         try:
             former, new = first_sizes(targets, present, order.canary, room.check)
@@ -210,6 +207,16 @@ class Rollouts:
         except TimeoutError:
             raise _WorseError(f"not all new workers were ready within {longest_s:g} s") from None
         return memory
+
+    def _check_memory(self, room: Room, memory: Memory) -> None:
+        """Raise _WorseError if all workers fit as they are, and not with what new ones take. Without some node neither may."""
+        targets = self._state.targets
+        if not _holds(room.with_memory(self._memory), targets):
+            return
+        try:
+            room.with_memory(memory).check(targets, list(targets))
+        except InvalidRequestError as error:
+            raise _WorseError(f"there is no room for all workers with the new configuration: {error.message}") from None
 
     async def _checked(self) -> Memory:
         """What a worker of each role takes with the new configuration, unless an operator ends the rollout meanwhile."""
@@ -318,7 +325,7 @@ class Rollouts:
             room, late = await self._known_room(), time.monotonic() - began > self._start_s
             former, new = self._supervisor.pools.numbers()
             if room is not None or late:
-                most = None if may_be_beside else targets
+                most = None if may_be_beside else _most(targets, former, new)
                 sizes = sizes_back(targets, former, new, partial(_holds, room, most=most), late=late)
                 if sizes != (_wanted(former), _wanted(new)):
                     self._size(*sizes)
@@ -416,6 +423,11 @@ def _share(former: Mapping[Role, Numbers], new: Mapping[Role, Numbers]) -> float
 
 def _wanted(numbers: Mapping[Role, Numbers]) -> dict[Role, int]:
     return {role: each.wanted for role, each in numbers.items()}
+
+
+def _most(targets: Sizes, former: Mapping[Role, Numbers], new: Mapping[Role, Numbers]) -> dict[Role, int]:
+    """Numbers of workers of which none is beside others: as many as wanted, or as there are until some have gone."""
+    return {role: max(target, former[role].present + new[role].present) for role, target in targets.items()}
 
 
 def _has_room(room: Room, wanted: Sizes, role: Role) -> bool:

@@ -234,6 +234,17 @@ def test_a_configuration_whose_workers_do_not_all_fit_into_memory_starts_none_of
     rolled(scenario, prefill=2, decode=2, **node.around())
 
 
+def test_while_a_node_is_away_a_configuration_that_takes_no_more_is_rolled_out() -> None:
+    async def scenario(all_of_it: Rig) -> None:
+        all_of_it.rollouts.begin(ORDER)
+        await all_of_it.phase(RolloutPhase.CANARY)
+        all_of_it.observe(current=counts(0.2), new=counts(0.2))
+        await all_of_it.phase(RolloutPhase.DONE)
+
+    without_one = Node(4 * 10**9).around() | {"check": lambda current, new: MEMORY}
+    rolled(scenario, prefill=2, decode=3, **without_one)
+
+
 def test_where_there_is_no_room_a_former_worker_makes_some() -> None:
     async def scenario(all_of_it: Rig) -> None:
         all_of_it.rollouts.begin(ORDER)
@@ -548,6 +559,40 @@ def test_a_new_controller_starts_former_workers_only_as_large_new_ones_go() -> N
         await second.supervisor.close()
 
     bounded(scenario())
+
+
+def test_a_new_controller_brings_a_role_back_while_there_are_more_of_the_other_than_wanted(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the new workers have served for long enough, prompts are to be computed, however long decode is busy."""
+    prefill_is_back = asyncio.Event()
+
+    class BusyDecode(Idle):
+        async def drain(self) -> None:
+            if self.role is Role.DECODE:
+                await prefill_is_back.wait()
+
+    class Launcher(IdleLauncher):
+        kind = BusyDecode
+
+    async def scenario() -> None:
+        records = await half_done(replaced=False, **Node(8 * 10**9).around())
+        without_prefill = [record for record in records if not record.pools[Role.PREFILL].desired]
+        second = taken_up(without_prefill[-1], Launcher(), **Node(8 * 10**9).around())
+        monkeypatch.setattr(Rollouts, "_start_s", 0.1)
+        assert await second.supervisor.start()
+        former, new = second.supervisor.pools.numbers()
+        assert former[Role.DECODE].present + new[Role.DECODE].present == 3
+        second.rollouts.resume()
+        while not second.supervisor.pools.numbers()[0][Role.PREFILL].ready:
+            await asyncio.sleep(0.001)
+        prefill_is_back.set()
+        await second.phase(RolloutPhase.ROLLED_BACK)
+        await second.rollouts.close()
+        await second.supervisor.close()
+
+    bounded(scenario())
+    assert "still works after" not in caplog.text
 
 
 @pytest.mark.parametrize("replaced", [False, True])
