@@ -88,8 +88,8 @@ class Admission:
     async def admit(self, attempt_id: str, journal: Journal, deadline: float, *, retried: bool, avoid: Container[str]) -> Claim:
         """Wait for a pair with room for what is left of the request; the caller leaves the Claim. Workers in `avoid` come last.
 
-        A request that is `retried`, since an earlier attempt at it failed, goes ahead of all others. While workers of all roles
-        are up it waits beyond `deadline` if it has begun to answer: others are before it, and its client has a part already.
+        A request that is `retried`, since an earlier attempt at it failed, goes ahead of all others. If its answer has begun it
+        waits beyond `deadline`, unless a role has had no worker since: others are before it, and its client has a part already.
 
         Raises InvalidRequestError when no worker's pool could ever hold it. Raises OverloadedError when too many wait already,
         when no room came until `deadline` (the loop's time), or when none would at the present pace. Raises UnavailableError
@@ -97,6 +97,7 @@ class Admission:
         """
         self.check_possible(journal.num_tokens, journal.remaining_tokens)
         cached = await self._cached_parts(journal)
+        missing = self._missing_role()
         with self._placed(journal, deadline, ahead=retried) as place:
             if place.outranks_front:
                 self._roster.note_change()  # who waits for room at the front lets it look first
@@ -105,7 +106,8 @@ class Admission:
                 try:
                     claim = await self._look(attempt_id, journal, cached, avoid, asking, place, again=retried)
                 except TimeoutError:
-                    if not (retried and journal.num_generated) or self._missing_role() is not None:
+                    missed, missing = missing, self._missing_role()
+                    if not (retried and journal.answer_begun) or (missed and missing):
                         raise self._refusal(journal) from None
                     place.deadline += self._config.limits.queue_s
                     continue

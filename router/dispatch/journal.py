@@ -128,6 +128,11 @@ class Journal:
         return len(self.emitted)
 
     @property
+    def answer_begun(self) -> bool:
+        """Whether the client has a part of the answer: other choices wait until the first one has begun."""
+        return bool(self.emitted) or self.sampling.choice > 0
+
+    @property
     def remaining_tokens(self) -> int:
         """The most tokens that are still to come."""
         return self.sampling.max_tokens - len(self.emitted)

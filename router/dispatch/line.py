@@ -83,9 +83,7 @@ class WaitingLine:
         now = asyncio.get_running_loop().time()
         entry, leaving = self._rules.enter(scheduling_class, cost, deadline - now, now, retry=ahead)
         if leaving is not None:
-            called = self._places.pop(leaving).called
-            if not called.done():  # it is giving up itself
-                called.set_exception(self._rules.full_error(scheduling_class))
+            self._places.pop(leaving).called.set_exception(self._rules.full_error(scheduling_class))
         place = Place(self, entry, deadline, outranks_front=self._rules.outranks_front(entry, now))
         self._places[entry] = place
         try:

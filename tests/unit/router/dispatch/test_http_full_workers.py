@@ -160,6 +160,33 @@ def test_a_begun_answer_waits_for_room_as_long_as_workers_are_up(run_cluster: Ru
     run_cluster(test, decode=2, total_blocks=10, max_model_len=160, limits=FAST | {"queue_s": 0.3})
 
 
+def test_the_loss_of_the_last_worker_at_the_end_of_a_wait_ends_no_begun_answer(run_cluster: Run) -> None:
+    """From each loss on there is `queue_s` for another worker to come up."""
+
+    async def test(cluster: Any) -> None:
+        cluster.says("word " * 60)
+        cluster.script.step_s = 0.2
+        streams = [asyncio.ensure_future(cluster.complete(prompt=prompt(90), max_tokens=60)) for _ in range(2)]
+        await cluster.until(lambda: all(worker.attached for worker in cluster.decode))
+        await cluster.decode[1].die()
+        line = cluster.router._admission._line
+        await cluster.until(lambda: len(line) == 1)
+        [place] = line._places.values()
+        first_deadline = place.deadline
+        await asyncio.sleep(2.0)
+        await cluster.decode[0].die()
+        await cluster.until(lambda: place.deadline > first_deadline, "nobody is up just then")
+        for _ in range(2):
+            cluster.add(Role.DECODE)
+        cluster.script.step_s = 0.01
+        cluster.show()
+        for response in await asyncio.gather(*streams):
+            assert response.json()["usage"]["completion_tokens"] == 60
+        await cluster.clean()
+
+    run_cluster(test, decode=2, total_blocks=10, max_model_len=160, limits=FAST | {"queue_s": 4.0})
+
+
 def test_too_long_a_line_is_429_at_once(run_cluster: Run) -> None:
     async def test(cluster: Any) -> None:
         cluster.prefill[0].gate.clear()
