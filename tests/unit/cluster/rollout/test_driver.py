@@ -26,6 +26,7 @@ from protocol.cluster_view import (
     RolloutOrder,
     RolloutPhase,
     RolloutState,
+    WorkerInfo,
     WorkerState,
 )
 from protocol.errors import ConfigError, InvalidRequestError, UnavailableError
@@ -575,6 +576,9 @@ def test_a_new_controller_brings_a_role_back_while_there_are_more_of_the_other_t
     class Launcher(IdleLauncher):
         kind = BusyDecode
 
+    def is_former_prefill(info: WorkerInfo) -> bool:
+        return (info.role, info.revision, info.state) == (Role.PREFILL, 1, WorkerState.READY)
+
     async def scenario() -> None:
         records = await half_done(replaced=False, **Node(8 * 10**9).around())
         without_prefill = [record for record in records if not record.pools[Role.PREFILL].desired]
@@ -584,8 +588,7 @@ def test_a_new_controller_brings_a_role_back_while_there_are_more_of_the_other_t
         former, new = second.supervisor.pools.numbers()
         assert former[Role.DECODE].present + new[Role.DECODE].present == 3
         second.rollouts.resume()
-        while not second.supervisor.pools.numbers()[0][Role.PREFILL].ready:
-            await asyncio.sleep(0.001)
+        await second.until(lambda view: any(is_former_prefill(info) for info in view.workers))
         prefill_is_back.set()
         await second.phase(RolloutPhase.ROLLED_BACK)
         await second.rollouts.close()
