@@ -8,9 +8,9 @@ One task per life of a worker:
 What it knows is recorded (cluster.records) at every change, and a life begins only when its epoch is. A supervisor that finds a
 record takes up what a former one has left: lives that are up are awaited again, from `run()`; all else begins anew.
 
-Whatever ends a life (a crash, a failed start, a drain), its task kills the process before the pool hears of it, so two lives
-of one worker never run side by side, unless Ray fails to kill one again and again. A drain runs in a task of its own beside
-the life. All decisions are the pools' (cluster.pools); how processes come to be is the launcher's (cluster.ray.launcher, or a
+Whatever ends a life (a crash, a failed start, a drain), its task kills the process before the pool hears of it. So two lives
+of one worker run side by side only where Ray fails to kill one again and again. A drain runs in a task of its own beside the
+life. All decisions are the pools' (cluster.pools); how processes come to be is the launcher's (cluster.ray.launcher, or a
 scripted one in tests). Everything runs in one event loop; `close` ends every life and waits for it.
 """
 
