@@ -232,7 +232,10 @@ class Supervisor:
             raise UnavailableError(f"not all workers started within {deadline_s:g} s: {listed}") from None
 
     def _refusal(self) -> ConfigError | None:
-        """What keeps a wanted worker from starting. Of workers with a new configuration, its rollout hears by itself."""
+        """The error that keeps a worker of the current configuration from starting; None if there is none.
+
+        Workers with a new configuration are watched by its rollout.
+        """
         starting = [info for info in self._pools.workers() if info.state is WorkerState.STARTING]
         current = [info.worker_id for info in starting if info.revision == self._pools.revision]
         return next((self._refused[worker_id] for worker_id in current if worker_id in self._refused), None)
@@ -380,7 +383,10 @@ class Supervisor:
             self._names.pop(WorkerLife(worker_id, epoch), None)
 
     async def _kill_process(self, process: Process, worker_id: str, epoch: int) -> None:
-        """What fails is tried again, a few times: the pool must hear of the end, or nobody ever takes the worker's place."""
+        """Kill a life's process; a kill that fails is tried again, a few times. Raises nothing: the pool must hear of the end.
+
+        Otherwise nobody would ever take the worker's place.
+        """
         for attempt in range(1, _KILLS + 1):
             try:
                 return await process.kill()

@@ -179,7 +179,7 @@ class Rollouts:
                     await self._replace()
                     await self._taken(memory)
                 else:
-                    await self._roll_back(reason, may_be_beside=knows_memory)
+                    await self._roll_back(reason, knows_memory=knows_memory)
             except Exception:
                 log.exception("the rollout did not come to its end: it is tried again")
                 await asyncio.sleep(_AGAIN_S)
@@ -310,7 +310,7 @@ class Rollouts:
         log.info("revision %d has taken over: %s", state.revision, state.verdict)
         await self._over(state, taken=True)
 
-    async def _roll_back(self, reason: str, *, may_be_beside: bool) -> None:
+    async def _roll_back(self, reason: str, *, knows_memory: bool) -> None:
         """Give the requests to the former workers alone, bring these back to their number, and end the new ones.
 
         One new worker of each role stays until the former ones can serve (`sizes_back`).
@@ -325,7 +325,7 @@ class Rollouts:
             room, late = await self._known_room(), time.monotonic() - began > self._start_s
             former, new = self._supervisor.pools.numbers()
             if room is not None or late:
-                most = None if may_be_beside else _most(targets, former, new)
+                most = None if knows_memory else _most(targets, former, new)
                 sizes = sizes_back(targets, former, new, partial(_holds, room, most=most), late=late)
                 if sizes != (_wanted(former), _wanted(new)):
                     self._size(*sizes)
@@ -435,7 +435,7 @@ def _has_room(room: Room, wanted: Sizes, role: Role) -> bool:
 
 
 def _holds(room: Room | None, sizes: Sizes, most: Sizes | None = None) -> bool:
-    """Whether the nodes hold so many workers, as far as anybody knows, and there are no more of them than `most`."""
+    """Whether these are no more workers than `most`, and the nodes hold them. Without a known `room` they are taken to."""
     if most is not None and any(sizes[role] > most[role] for role in sizes):
         return False
     try:

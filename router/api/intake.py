@@ -44,7 +44,7 @@ async def read_json_bytes(request: Request, max_bytes: int, deadline_s: float) -
                     raise _too_large(max_bytes)
     except TimeoutError:
         raise SlowBodyError(f"the body did not arrive within {deadline_s:g} s") from None
-    return bytes(body.removeprefix(codecs.BOM_UTF8))
+    return bytes(body).removeprefix(codecs.BOM_UTF8)
 
 
 def _too_large(max_bytes: int) -> BodyTooLargeError:

@@ -18,8 +18,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Container, Iterator
+from collections.abc import Awaitable, Callable, Container, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from configs.arithmetic import LONG_STEPS
 from configs.model_files.kv_window import WHOLE, KvWindow, decode_at_once, prefill_at_once
@@ -102,9 +103,10 @@ class Admission:
             if place.outranks_front:
                 self._roster.note_change()  # who waits for room at the front lets it look first
             asking = Asking(journal.num_tokens, journal.scheduling_class)
+            find = partial(self._try, attempt_id, journal, cached, avoid, asking, again=retried)
             while True:
                 try:
-                    claim = await self._look(attempt_id, journal, cached, avoid, asking, place, again=retried)
+                    claim = await self._look(find, asking, place)
                 except TimeoutError:
                     missed, missing = missing, self._missing_role()
                     if not (retried and journal.answer_begun) or (missed and missing):
@@ -115,18 +117,8 @@ class Admission:
                     place.served = True
                     return claim
 
-    async def _look(
-        self,
-        attempt_id: str,
-        journal: Journal,
-        cached: CachedParts | None,
-        avoid: Container[str],
-        asking: Asking,
-        place: Place,
-        *,
-        again: bool,
-    ) -> Claim | None:
-        """A claim if there is room when the place comes to the front; else None, as soon as anything has changed.
+    async def _look(self, find: Callable[[], Awaitable[Claim | None]], asking: Asking, place: Place) -> Claim | None:
+        """What `find` finds when the place comes to the front. None if there is no room, as soon as anything has changed.
 
         Raises TimeoutError at the place's deadline.
         """
@@ -134,12 +126,12 @@ class Admission:
         self._roster.check_open()
         seen = self._roster.changes
         asking.asked.clear()
-        claim = await self._try(attempt_id, journal, cached, avoid, asking, again=again)
+        claim = await find()
         if claim is not None:
             return claim
-        if asking.asked and all(journal.scheduling_class in link.claims.turned_away for link in asking.asked):
+        if asking.asked and all(asking.scheduling_class in link.claims.turned_away for link in asking.asked):
             place.step_aside()
-        elif not asking.asked and self._waits_for_a_long_one(journal.num_tokens):
+        elif not asking.asked and self._waits_for_a_long_one(asking.num_tokens):
             place.let_pass()
         await self._roster.next_change(seen, place.deadline)
         return None

@@ -268,8 +268,10 @@ class Claim:
         return waited_s
 
     async def _attach_there(self, first_token: int, sampling: SamplingParams, num_generated: int) -> float:
-        """However long the KV takes. That prefill is lost or can't send counts if the decode worker says nothing: they may not
-        reach each other.
+        """Attach the stream at the decode worker, and wait for its KV however long that takes.
+
+        Where prefill is lost or can't send, the decode worker has a moment to say so itself. It may have heard nothing, for the
+        two may not reach each other.
         """
         attach = self.decode.calls.attach(self._reservation.ticket.ticket_id, first_token, sampling, num_generated)
         attaching = asyncio.ensure_future(attach)

@@ -46,7 +46,7 @@ _LONGEST_HOLD_S = 24 * 3600.0
 """Last resort: so long may this process be held while it waits for a ticket."""
 
 _LONGEST_ATTACH_S = 3600.0
-"""Last resort: a worker that can't send says so, and one that sends takes as long as its KV. That of 128k tokens has GB."""
+"""Last resort: a worker that can't send says so, and one that sends takes as long as its KV needs."""
 
 SEND_LEASES = 6
 """Number of leases in which a stream has its turn and is sent. A source that could not says so sooner."""

@@ -144,14 +144,22 @@ def test_no_room_in_time_is_429(run_cluster: Run) -> None:
     run_cluster(test, total_blocks=10, max_model_len=160, limits=FAST | {"queue_s": 0.3, "lease_s": 5.0})
 
 
+async def two_streams_and_one_worker_lost(cluster: Any, step_s: float) -> tuple[list[asyncio.Future[Any]], Any]:
+    """Two answers of 60 tokens, of which one is without a worker since it has begun; and its place in line."""
+    cluster.says("word " * 60)
+    cluster.script.step_s = step_s
+    streams = [asyncio.ensure_future(cluster.complete(prompt=prompt(90), max_tokens=60)) for _ in range(2)]
+    await cluster.until(lambda: all(worker.attached for worker in cluster.decode))
+    await cluster.decode[1].die()
+    line = cluster.router._admission._line
+    await cluster.until(lambda: len(line) == 1)
+    [place] = line._places.values()
+    return streams, place
+
+
 def test_a_begun_answer_waits_for_room_as_long_as_workers_are_up(run_cluster: Run) -> None:
     async def test(cluster: Any) -> None:
-        cluster.says("word " * 60)
-        cluster.script.step_s = 0.03
-        streams = [asyncio.ensure_future(cluster.complete(prompt=prompt(90), max_tokens=60)) for _ in range(2)]
-        await cluster.until(lambda: all(worker.attached for worker in cluster.decode))
-        await cluster.decode[1].die()
-        await cluster.until(lambda: len(cluster.router._admission._line) == 1)
+        streams, _ = await two_streams_and_one_worker_lost(cluster, step_s=0.03)
         for response in await asyncio.gather(*streams):
             assert response.status_code == 200, "it waited for longer than queue_s, until the other was over"
             assert response.json()["usage"]["completion_tokens"] == 60
@@ -164,14 +172,7 @@ def test_the_loss_of_the_last_worker_at_the_end_of_a_wait_ends_no_begun_answer(r
     """From each loss on there is `queue_s` for another worker to come up."""
 
     async def test(cluster: Any) -> None:
-        cluster.says("word " * 60)
-        cluster.script.step_s = 0.2
-        streams = [asyncio.ensure_future(cluster.complete(prompt=prompt(90), max_tokens=60)) for _ in range(2)]
-        await cluster.until(lambda: all(worker.attached for worker in cluster.decode))
-        await cluster.decode[1].die()
-        line = cluster.router._admission._line
-        await cluster.until(lambda: len(line) == 1)
-        [place] = line._places.values()
+        streams, place = await two_streams_and_one_worker_lost(cluster, step_s=0.2)
         first_deadline = place.deadline
         await asyncio.sleep(2.0)
         await cluster.decode[0].die()
