@@ -53,7 +53,7 @@ AIMS: dict[str, tuple[Aim, ...]] = {
         ),
         Aim(
             "Long prompts cost running streams 1.3 times their p99 gap at most, and wait 1.15 times as long as vLLM's",
-            _figures("interference", "p99 gap of 8 streams", "TTFT of the long prompts"),
+            _figures("interference", "p99 gap of 8 streams, ", "TTFT of the long prompts"),
         ),
         Aim("Outside the engine a token costs 120 µs of a processor at most", _figures("overhead", "processor time")),
         Aim("Outside the engine a first token costs 5 ms at most", _figures("overhead", "TTFT above")),
@@ -83,7 +83,7 @@ AIMS: dict[str, tuple[Aim, ...]] = {
             absent="No result on the paced cluster: `benchmarks.cache_simulation` is the simulated one.",
         ),
         Aim("The simulator is within 10 % of the paced cluster", absent=f"No result: {_NO_SCRIPT.lower()}"),
-        Aim("Of chats, 90 % of what could be cached is", _figures("cached_chats", "cached, of what")),
+        Aim("Of chats, 90 % of what could be cached is", _figures("cached_chats", "cached, of what could be, by cache")),
         Aim(
             "TTFT takes 0.3 of computing from another pool and from memory, 0.4 from disk",
             _figures("cache_sources", "TTFT from"),

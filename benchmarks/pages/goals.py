@@ -17,6 +17,7 @@ PER_PROCESSOR = {part.result for part in PARTS if part.per_processor}
 STATES = {
     "met": "met wherever they were measured",
     "missed": "missed somewhere",
+    "measured": "to measure and were measured",
     "tested": "kept by tests alone",
     "unknown": "without any result",
 }
@@ -41,7 +42,7 @@ def _rows(result: str, name: str, results: Sequence[Result], only: str) -> Itera
     of = [each for each in results if each.part.result == result and only in ("", each.kind)]
     for each in of:
         for figure in each.figures:
-            if name in figure.name and figure.goal is not None:
+            if name in figure.name:
                 yield Row(KIND_NAMES.get(each.kind, each.machine), figure, each)
     counted = {only: KIND_NAMES[only]} if only else KINDS
     kinds = counted if result in PER_PROCESSOR else {"": "any processor"}
@@ -54,7 +55,9 @@ def state_of(aim: Aim, results: Sequence[Result]) -> str:
     figures = [row.figure for row in rows_of(aim, results) if row.figure is not None]
     if any(figure.goal is not None and not figure.goal.is_met(figure.value) for figure in figures):
         return "missed"
-    return "met" if figures else "tested" if aim.tests else "unknown"
+    if figures:
+        return "met" if any(figure.goal is not None for figure in figures) else "measured"
+    return "tested" if aim.tests else "unknown"
 
 
 def summary(results: Sequence[Result], aims: Mapping[str, Sequence[Aim]] = AIMS) -> str:
@@ -89,7 +92,8 @@ def _line(row: Row, marked: Marked) -> str:
     if row.figure is None or row.result is None:
         return f"{row.where} | **no result** | | | |"
     figure = row.figure
-    return f"{row.where} | {figure.name}: {figure.shown} | {figure.shown_goal} | {figure.verdict} | {marked(row.result)} |"
+    verdict = figure.verdict or "measured"
+    return f"{row.where} | {figure.name}: {figure.shown} | {figure.shown_goal} | {verdict} | {marked(row.result)} |"
 
 
 def missed(results: Sequence[Result], marked: Marked, aims: Mapping[str, Sequence[Aim]] = AIMS) -> list[str]:

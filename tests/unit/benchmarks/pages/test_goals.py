@@ -71,9 +71,25 @@ def test_a_goal_is_met_only_if_all_of_its_figures_are() -> None:
     assert state_of(Aim("x", tests=("tests/x.py",)), [good, bad]) == "tested"
     aims = {"Speed": [aim, Aim("x", tests=("tests/x.py",)), Aim("y", absent="No result.")]}
     assert summary([good], aims) == (
-        "Of 3 goals 1 are met wherever they were measured, 0 are missed somewhere, 1 are kept by tests alone, "
-        "1 are without any result. 1 have no figure on Intel with AMX."
+        "Of 3 goals 1 are met wherever they were measured, 0 are missed somewhere, 0 are to measure and were measured, "
+        "1 are kept by tests alone, 1 are without any result. 1 have no figure on Intel with AMX."
     )
+
+
+def test_a_goal_of_measuring_is_reached_by_a_figure_without_a_bound() -> None:
+    name = "early_exit_avx512_bf16"
+    exits = next(result for result in RESULTS if result.name == name)
+    aim = Aim("Early exit: where it pays is measured", (("early_exit", "predicted gain"),))
+    assert state_of(aim, [exits]) == "measured"
+    assert state_of(aim, []) == "unknown"
+    assert summary([exits], {"Guesses": [aim]}).startswith(
+        "Of 1 goals 0 are met wherever they were measured, 0 are missed somewhere, 1 are to measure and were measured, "
+    )
+    lines = tables([exits], lambda result: result.name, {"Guesses": [aim]})[5:]
+    assert lines[0].startswith(f"| {aim.text} | AMD with AVX-512 | predicted gain")
+    assert all(line.endswith(f" |  | measured | {name} |") for line in lines[:-1])
+    assert lines[-1] == "|  | Intel with AMX | **no result** | | | |"
+    assert missed([exits], lambda result: result.name, {"Guesses": [aim]})[2:] == []
 
 
 def test_tables_say_what_is_known() -> None:
