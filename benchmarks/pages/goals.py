@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.pages.aims import AIMS, Aim
+from benchmarks.pages.aim import Aim
+from benchmarks.pages.aims import AIMS
 from benchmarks.pages.figure import Figure
 from benchmarks.pages.reasons import reason
 from benchmarks.pages.results import KIND_NAMES, KINDS, Result
@@ -19,7 +20,7 @@ STATES = {
     "missed": "missed somewhere",
     "measured": "to measure and were measured",
     "tested": "kept by tests alone",
-    "unknown": "without any result",
+    "unknown": "without result or test",
 }
 
 
@@ -61,11 +62,13 @@ def state_of(aim: Aim, results: Sequence[Result]) -> str:
 
 
 def summary(results: Sequence[Result], aims: Mapping[str, Sequence[Aim]] = AIMS) -> str:
-    """Return two sentences that count the goals."""
+    """Return sentences that count the goals."""
     states = [state_of(aim, results) for group in aims.values() for aim in group]
     counts = ", ".join(f"{states.count(state)} are {words}" for state, words in STATES.items())
+    in_part = sum(state_of(aim, results) == "tested" and bool(aim.absent) for group in aims.values() for aim in group)
     lacking = sum(Row(KINDS["amx"]) in rows_of(aim, results) for group in aims.values() for aim in group)
-    return f"Of {len(states)} goals {counts}. {lacking} have no figure on {KINDS['amx']}."
+    remarks = f"Of those that tests keep, {in_part} have a remark on what is missing."
+    return f"Of {len(states)} goals {counts}. {remarks} {lacking} have no figure on {KINDS['amx']}."
 
 
 def tables(results: Sequence[Result], marked: Marked, aims: Mapping[str, Sequence[Aim]] = AIMS) -> list[str]:
