@@ -6,76 +6,57 @@ kept by tests, which are named. Where there is neither, `absent` says why.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Aim:
-    """One goal."""
-
-    text: str
-    figures: tuple[tuple[str, str], ...] = ()
-    """Names of results as in the catalogue, and beginnings of the names of their figures."""
-    tests: tuple[str, ...] = ()
-    """Files of tests that keep it."""
-    kind: str = ""
-    """The one kind of processor that it is for, as in the names of results; empty is every kind that counts."""
-    absent: str = ""
-    """What of it has no figure and no test, and why."""
-
-
-def _figures(result: str, *names: str) -> tuple[tuple[str, str], ...]:
-    return tuple((result, name) for name in names)
-
+from benchmarks.pages.aim import Aim, figures_of
+from benchmarks.pages.gpu_aims import GPU_AIMS
 
 _NO_SCRIPT = "No script measures it."
 _GRID = "tests/unit/engine/test_batch_invariance.py"
 
 AIMS: dict[str, tuple[Aim, ...]] = {
     "Speed on processors": (
-        Aim("Prefill is as fast as vLLM's", _figures("engine", "prefill of 256 and 1,024 tokens / vLLM's")),
-        Aim("Decode of 1 to 64 at 256 is 1.2 times as fast as vLLM's", _figures("engine", "decode of 1 to 64 at 256")),
-        Aim("Decode of long contexts is 1.2 times as fast as vLLM's", _figures("engine", "decode of 16 at 1,024")),
-        Aim("Decode of 1 at 256 is 1.2 times as fast as llama.cpp's", _figures("engine", "decode of 1 at 256")),
+        Aim("Prefill is as fast as vLLM's", figures_of("engine", "prefill of 256 and 1,024 tokens / vLLM's")),
+        Aim("Decode of 1 to 64 at 256 is 1.2 times as fast as vLLM's", figures_of("engine", "decode of 1 to 64 at 256")),
+        Aim("Decode of long contexts is 1.2 times as fast as vLLM's", figures_of("engine", "decode of 16 at 1,024")),
+        Aim("Decode of 1 at 256 is 1.2 times as fast as llama.cpp's", figures_of("engine", "decode of 1 at 256")),
         Aim(
             "Prefill is 4 times as fast as llama.cpp's, and as fast with AMX",
-            _figures("engine", "prefill of 256 and 1,024 tokens / llama.cpp's"),
+            figures_of("engine", "prefill of 256 and 1,024 tokens / llama.cpp's"),
         ),
         Aim(
             "With AVX2, decode is 0.8 (one sequence) and 1.1 times (8 and 16) as fast as llama.cpp's",
-            _figures("engine", "AVX2: "),
+            figures_of("engine", "AVX2: "),
             kind="avx2",
         ),
-        Aim("Full servers with 16 streams make 1.3 times vLLM's tokens/s", _figures("throughput", "one prefill and")),
+        Aim("Full servers with 16 streams make 1.3 times vLLM's tokens/s", figures_of("throughput", "one prefill and")),
         Aim(
             "Goodput of Azure's conversations is 2, 1.5 and 1.3 times vLLM's",
-            _figures("goodput", "Azure's conversations"),
+            figures_of("goodput", "Azure's conversations"),
         ),
         Aim(
             "Long prompts cost running streams 1.3 times their p99 gap at most, and wait 1.15 times as long as vLLM's",
-            _figures("interference", "p99 gap of 8 streams", "TTFT of the long prompts"),
+            figures_of("interference", "p99 gap of 8 streams, ", "TTFT of the long prompts"),
         ),
-        Aim("Outside the engine a token costs 120 µs of a processor at most", _figures("overhead", "processor time")),
-        Aim("Outside the engine a first token costs 5 ms at most", _figures("overhead", "TTFT above")),
-        Aim("Weights in four bits take 0.45 of bfloat16's memory", _figures("memory", "weights as stored")),
-        Aim("A whole cluster takes 2 GiB after 1,000 chats", _figures("memory", "default cluster")),
+        Aim("Outside the engine a token costs 120 µs of a processor at most", figures_of("overhead", "processor time")),
+        Aim("Outside the engine a first token costs 5 ms at most", figures_of("overhead", "TTFT above")),
+        Aim("Weights in four bits take 0.45 of bfloat16's memory", figures_of("memory", "weights as stored")),
+        Aim("A whole cluster takes 2 GiB after 1,000 chats", figures_of("memory", "default cluster")),
         Aim(
             "A second worker starts in a second, imports apart, and adds 10 % of its weights' memory",
-            (*_figures("engine", "start of a worker"), *_figures("memory", "memory that a second")),
+            (*figures_of("engine", "start of a worker"), *figures_of("memory", "memory that a second")),
         ),
         Aim("A row's bits do not depend on other rows, cuts, caches or threads", tests=(_GRID,)),
         Aim(
             "200 kills of decode workers in the default format leave every stream as it was",
-            _figures("kills", "streams with the undisturbed tokens", "decode workers killed"),
+            figures_of("kills", "streams with the undisturbed tokens", "decode workers killed"),
         ),
         Aim("One arithmetic costs 5 % of throughput at most", absent=f"No result: {_NO_SCRIPT.lower()}"),
         Aim("A slow kernel is not chosen after `tandem profile`", tests=("tests/unit/engine/test_profiling.py",)),
-        Aim("The default of `disaggregation` is the better one", _figures("conditional", "TTFT of auto")),
+        Aim("The default of `disaggregation` is the better one", figures_of("conditional", "TTFT of auto")),
     ),
     "One cache": (
         Aim(
             "By cache, 3.5 times as many tokens are cached as by load alone, and 85 % of the bound",
-            _figures("cache_routing", "cached tokens"),
+            figures_of("cache_routing", "cached tokens"),
         ),
         Aim("With the memory tier, 95 % of the bound is cached", absent="No result: the script has no run with a tier."),
         Aim(
@@ -83,25 +64,25 @@ AIMS: dict[str, tuple[Aim, ...]] = {
             absent="No result on the paced cluster: `benchmarks.cache_simulation` is the simulated one.",
         ),
         Aim("The simulator is within 10 % of the paced cluster", absent=f"No result: {_NO_SCRIPT.lower()}"),
-        Aim("Of chats, 90 % of what could be cached is", _figures("cached_chats", "cached, of what")),
+        Aim("Of chats, 90 % of what could be cached is", figures_of("cached_chats", "cached, of what could be, by cache")),
         Aim(
             "TTFT takes 0.3 of computing from another pool and from memory, 0.4 from disk",
-            _figures("cache_sources", "TTFT from"),
+            figures_of("cache_sources", "TTFT from"),
         ),
-        Aim("A plain request gets no slower: 5 % is excluded", _figures("unshared", "with caches")),
+        Aim("A plain request gets no slower: 5 % is excluded", figures_of("unshared", "with caches")),
         Aim(
             "Tokens with every source are those without cache, whatever is damaged or dies",
             tests=("tests/fault/test_fetching.py", "tests/fault/test_tiers.py", "tests/unit/kv_transfer/test_damage.py"),
         ),
         Aim(
             "A choice takes 200 µs at most at 1,000 workers and 10 million blocks, a block 64 bytes",
-            _figures("cache_index", "lookup and choice", "bytes of a block"),
+            figures_of("cache_index", "lookup and choice", "bytes of a block"),
         ),
         Aim(
             "20 minutes of faults among 32 paced workers leave no wrong token and no leak",
-            _figures("paced_kills", "minutes", "wrong answers", "leaks"),
+            figures_of("paced_kills", "minutes", "wrong answers", "leaks"),
         ),
-        Aim("32 paced workers are ready in 30 s and take 4 GiB", _figures("paced", "32 paced", "memory")),
+        Aim("32 paced workers are ready in 30 s and take 4 GiB", figures_of("paced", "32 paced", "memory")),
     ),
     "Operators": (
         Aim(
@@ -109,12 +90,14 @@ AIMS: dict[str, tuple[Aim, ...]] = {
             tests=("tests/integration/test_flip.py", "tests/fault/test_flips.py"),
             absent="The second is asserted by the test; no result has its figure.",
         ),
-        Aim("The autoscaler keeps 95 % in time", _figures("autoscale", "Azure's hour: requests", "a synthetic day: requests")),
+        Aim(
+            "The autoscaler keeps 95 % in time", figures_of("autoscale", "Azure's hour: requests", "a synthetic day: requests")
+        ),
         Aim(
             "It takes 1.2 times an oracle's worker-hours",
-            _figures("autoscale", "Azure's hour: worker-hours", "a synthetic day: worker-hours"),
+            figures_of("autoscale", "Azure's hour: worker-hours", "a synthetic day: worker-hours"),
         ),
-        Aim("It changes direction 6 times in a synthetic day", _figures("autoscale", "a synthetic day: changes")),
+        Aim("It changes direction 6 times in a synthetic day", figures_of("autoscale", "a synthetic day: changes")),
         Aim(
             "From zero, the first answer comes within a worker's start and a second, with a standby within 2 s",
             tests=("tests/integration/test_autoscale.py",),
@@ -127,28 +110,15 @@ AIMS: dict[str, tuple[Aim, ...]] = {
         ),
         Aim(
             "An hour of faults with everything on leaves nothing wrong, no leak and no process that grew",
-            _figures("soak", "minutes", "answers that were wrong", "problems"),
+            figures_of("soak", "minutes", "answers that were wrong", "problems"),
         ),
-        Aim("`make test` takes 12 minutes at most in a fresh clone", _figures("fresh_clone", "`make test`")),
+        Aim("`make test` takes 12 minutes at most in a fresh clone", figures_of("fresh_clone", "`make test`")),
         Aim(
             "10 million simulated requests on 1,000 workers lose none",
-            _figures("scale", "simulated requests"),
+            figures_of("scale", "simulated requests"),
         ),
     ),
-    "GPUs": (
-        Aim("Decode attention reaches 85 % of a copy's rate at 64 x 4,096", _figures("certify", "decode attention")),
-        Aim("Prefill of an 8B shape reaches 60 % of the rate of products", _figures("certify", "prefill")),
-        Aim("A decode step of 16 rows takes 1.2 times its byte floor", _figures("certify", "decode step")),
-        Aim("A handoff between processes reaches 70 % of a copy's rate", _figures("certify", "handoff")),
-        Aim(
-            "The host takes 1.5 ms for a decode step of 128 rows",
-            absent="No result: no committed script measures it.",
-        ),
-        Aim(
-            "Known defects of overlap and ranks are mended, each with a test",
-            tests=("tests/unit/kv_transfer/test_progress.py", "tests/unit/engine/test_run_ahead.py"),
-        ),
-    ),
+    "GPUs": GPU_AIMS,
     "Deployed and kept running": (
         Aim("`serve deploy` leaves nothing behind", tests=("tests/integration/test_serve_deploy.py",)),
         Aim(
@@ -161,12 +131,12 @@ AIMS: dict[str, tuple[Aim, ...]] = {
         ),
         Aim(
             "Nodes that die, are cut off, or lose their head cost no stream its tokens",
-            _figures("node_faults", "streams with the undisturbed tokens"),
+            figures_of("node_faults", "streams with the undisturbed tokens"),
         ),
-        Aim("A killed node stops a stream for 5 s at most, p99", _figures("node_faults", "gap p99, a node killed")),
+        Aim("A killed node stops a stream for 5 s at most, p99", figures_of("node_faults", "gap p99, a node killed")),
         Aim(
             "A partition stops a stream for the lease and 3 s at most, p99",
-            _figures("node_faults", "gap p99, a node cut off", "gap p99, two nodes"),
+            figures_of("node_faults", "gap p99, a node cut off", "gap p99, two nodes"),
         ),
     ),
     "Guesses, small KV, long contexts": (
@@ -174,22 +144,22 @@ AIMS: dict[str, tuple[Aim, ...]] = {
             "Tokens are the same with and without guesses",
             tests=("tests/fault/test_speculation.py", "tests/integration/test_speculation.py"),
         ),
-        Aim("One stream that copies is 1.8 times as fast", _figures("speculation", "1 stream that copies")),
+        Aim("One stream that copies is 1.8 times as fast", figures_of("speculation", "1 stream that copies")),
         Aim(
             "Eight streams that copy gain 0.85 of what is predicted, and 1.3 times where rows are cheap",
-            _figures("speculation", "8 streams that copy"),
+            figures_of("speculation", "8 streams that copy"),
             absent="1.3 times is asked where 24 rows cost at most 1.6 times 8 rows, which was on no machine.",
         ),
-        Aim("Random text gets 5 % slower at most, of 1 to 64 streams", _figures("speculation", "random text")),
-        Aim("KV in int8 makes decoding 1.2 times as fast", _figures("kv_formats", "decode of")),
-        Aim("KV in int8 is 0.52 of the bytes of a handoff", _figures("kv_formats", "bytes of a token's KV")),
+        Aim("Random text gets 5 % slower at most, of 1 to 64 streams", figures_of("speculation", "random text")),
+        Aim("KV in int8 makes decoding 1.2 times as fast", figures_of("kv_formats", "decode of")),
+        Aim("KV in int8 is 0.52 of the bytes of a handoff", figures_of("kv_formats", "bytes of a token's KV")),
         Aim(
             "A prompt of 128k tokens is right, and a short one beside it waits for two chunks",
             tests=("tests/integration/test_long_prompts.py", "tests/fault/test_long_prompts.py"),
             absent="On a small random model.",
         ),
-        Aim("A draft model: where it pays is measured", _figures("speculation_draft_model", "1 stream that copies")),
-        Aim("Early exit: where it pays is measured", _figures("early_exit", "predicted gain")),
+        Aim("A draft model: where it pays is measured", figures_of("speculation_draft_model", "1 stream that copies")),
+        Aim("Early exit: where it pays is measured", figures_of("early_exit", "predicted gain")),
     ),
     "Closed doors and fair seats": (
         Aim(
@@ -198,7 +168,7 @@ AIMS: dict[str, tuple[Aim, ...]] = {
         ),
         Aim(
             "A short answer beside 150 long ones takes 3 times what it takes beside 64, 6 times for its own tenant",
-            _figures("seats", "a short answer"),
+            figures_of("seats", "a short answer"),
         ),
         Aim("Seats cost 5 % of throughput at most", absent=f"No result: {_NO_SCRIPT.lower()}"),
     ),

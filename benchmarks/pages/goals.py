@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.pages.aims import AIMS, Aim
+from benchmarks.pages.aim import Aim
+from benchmarks.pages.aims import AIMS
 from benchmarks.pages.figure import Figure
 from benchmarks.pages.reasons import reason
 from benchmarks.pages.results import KIND_NAMES, KINDS, Result
@@ -17,8 +18,9 @@ PER_PROCESSOR = {part.result for part in PARTS if part.per_processor}
 STATES = {
     "met": "met wherever they were measured",
     "missed": "missed somewhere",
+    "measured": "to measure and were measured",
     "tested": "kept by tests alone",
-    "unknown": "without any result",
+    "unknown": "without result or test",
 }
 
 
@@ -41,7 +43,7 @@ def _rows(result: str, name: str, results: Sequence[Result], only: str) -> Itera
     of = [each for each in results if each.part.result == result and only in ("", each.kind)]
     for each in of:
         for figure in each.figures:
-            if name in figure.name and figure.goal is not None:
+            if name in figure.name:
                 yield Row(KIND_NAMES.get(each.kind, each.machine), figure, each)
     counted = {only: KIND_NAMES[only]} if only else KINDS
     kinds = counted if result in PER_PROCESSOR else {"": "any processor"}
@@ -54,15 +56,19 @@ def state_of(aim: Aim, results: Sequence[Result]) -> str:
     figures = [row.figure for row in rows_of(aim, results) if row.figure is not None]
     if any(figure.goal is not None and not figure.goal.is_met(figure.value) for figure in figures):
         return "missed"
-    return "met" if figures else "tested" if aim.tests else "unknown"
+    if figures:
+        return "met" if any(figure.goal is not None for figure in figures) else "measured"
+    return "tested" if aim.tests else "unknown"
 
 
 def summary(results: Sequence[Result], aims: Mapping[str, Sequence[Aim]] = AIMS) -> str:
-    """Return two sentences that count the goals."""
+    """Return sentences that count the goals."""
     states = [state_of(aim, results) for group in aims.values() for aim in group]
     counts = ", ".join(f"{states.count(state)} are {words}" for state, words in STATES.items())
+    in_part = sum(state_of(aim, results) == "tested" and bool(aim.absent) for group in aims.values() for aim in group)
     lacking = sum(Row(KINDS["amx"]) in rows_of(aim, results) for group in aims.values() for aim in group)
-    return f"Of {len(states)} goals {counts}. {lacking} have no figure on {KINDS['amx']}."
+    remarks = f"Of those that tests keep, {in_part} have a remark on what is missing."
+    return f"Of {len(states)} goals {counts}. {remarks} {lacking} have no figure on {KINDS['amx']}."
 
 
 def tables(results: Sequence[Result], marked: Marked, aims: Mapping[str, Sequence[Aim]] = AIMS) -> list[str]:
@@ -89,7 +95,8 @@ def _line(row: Row, marked: Marked) -> str:
     if row.figure is None or row.result is None:
         return f"{row.where} | **no result** | | | |"
     figure = row.figure
-    return f"{row.where} | {figure.name}: {figure.shown} | {figure.shown_goal} | {figure.verdict} | {marked(row.result)} |"
+    verdict = figure.verdict or "measured"
+    return f"{row.where} | {figure.name}: {figure.shown} | {figure.shown_goal} | {verdict} | {marked(row.result)} |"
 
 
 def missed(results: Sequence[Result], marked: Marked, aims: Mapping[str, Sequence[Aim]] = AIMS) -> list[str]:

@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 MAX_WORDS = 40
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "tests" / "README.md"])
 _LISTED = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
 PACKAGES = sorted({name.split(".")[0] for name in _LISTED})
 

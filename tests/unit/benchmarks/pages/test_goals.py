@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 from benchmarks.lib.environment import ROOT
-from benchmarks.pages.aims import AIMS, Aim
+from benchmarks.pages.aim import Aim
+from benchmarks.pages.aims import AIMS
 from benchmarks.pages.goals import Row, missed, rows_of, state_of, summary, tables
 from benchmarks.pages.reasons import REASONS, UNKNOWN, reason
 from benchmarks.pages.results import KINDS, Result, owner, read_results
@@ -20,6 +21,11 @@ def overhead(kind: str, us: float, ms: float) -> Result:
     name = f"overhead_{kind}"
     data = {"cpu_per_token": [{"us_per_token": us}], "first_token": {"extra_ms": ms}, "environment": ENVIRONMENT}
     return Result(name, *owner(name), data)
+
+
+def is_there(test: str) -> bool:
+    file, _, name = test.partition("::")
+    return (ROOT / file).exists() and (not name or f"def {name}(" in (ROOT / file).read_text())
 
 
 def test_a_figure_with_a_goal_is_in_one_goal() -> None:
@@ -42,9 +48,17 @@ def test_a_goal_has_figures_or_tests_or_a_reason() -> None:
     assert len({aim.text for aim in ALL}) == len(ALL)
     for aim in ALL:
         assert aim.figures or aim.tests or aim.absent, aim.text
-        assert [test for test in aim.tests if not (ROOT / test).exists()] == []
+        assert [test for test in aim.tests if not is_there(test)] == []
         for result, _ in aim.figures:
             assert any(part.result == result for part in PARTS), result
+
+
+def test_tests_are_looked_up_by_name() -> None:
+    here = "tests/unit/benchmarks/pages/test_goals.py"
+    assert is_there(here)
+    assert is_there(f"{here}::test_tests_are_looked_up_by_name")
+    assert not is_there(f"{here}::test_that_is_none")
+    assert not is_there("tests/unit/benchmarks/pages/test_none.py")
 
 
 def test_what_was_not_measured_is_a_row() -> None:
@@ -71,9 +85,27 @@ def test_a_goal_is_met_only_if_all_of_its_figures_are() -> None:
     assert state_of(Aim("x", tests=("tests/x.py",)), [good, bad]) == "tested"
     aims = {"Speed": [aim, Aim("x", tests=("tests/x.py",)), Aim("y", absent="No result.")]}
     assert summary([good], aims) == (
-        "Of 3 goals 1 are met wherever they were measured, 0 are missed somewhere, 1 are kept by tests alone, "
-        "1 are without any result. 1 have no figure on Intel with AMX."
+        "Of 3 goals 1 are met wherever they were measured, 0 are missed somewhere, 0 are to measure and were measured, "
+        "1 are kept by tests alone, 1 are without result or test. "
+        "Of those that tests keep, 0 have a remark on what is missing. 1 have no figure on Intel with AMX."
     )
+    assert "keep, 1 have a remark" in summary([], {"Speed": [Aim("x", tests=("tests/x.py",), absent="Not y.")]})
+
+
+def test_a_goal_of_measuring_is_reached_by_a_figure_without_a_bound() -> None:
+    name = "early_exit_avx512_bf16"
+    exits = next(result for result in RESULTS if result.name == name)
+    aim = Aim("Early exit: where it pays is measured", (("early_exit", "predicted gain"),))
+    assert state_of(aim, [exits]) == "measured"
+    assert state_of(aim, []) == "unknown"
+    assert summary([exits], {"Guesses": [aim]}).startswith(
+        "Of 1 goals 0 are met wherever they were measured, 0 are missed somewhere, 1 are to measure and were measured, "
+    )
+    lines = tables([exits], lambda result: result.name, {"Guesses": [aim]})[5:]
+    assert lines[0].startswith(f"| {aim.text} | AMD with AVX-512 | predicted gain")
+    assert all(line.endswith(f" |  | measured | {name} |") for line in lines[:-1])
+    assert lines[-1] == "|  | Intel with AMX | **no result** | | | |"
+    assert missed([exits], lambda result: result.name, {"Guesses": [aim]})[2:] == []
 
 
 def test_tables_say_what_is_known() -> None:
