@@ -10,7 +10,7 @@ from benchmarks.pages.aim import Aim, figures_of
 from benchmarks.pages.gpu_aims import GPU_AIMS
 
 _NO_SCRIPT = "No script measures it."
-_GRID = "tests/unit/engine/test_batch_invariance.py"
+_GRID = "tests/unit/engine/test_instruction_sets.py"
 
 AIMS: dict[str, tuple[Aim, ...]] = {
     "Speed on processors": (
@@ -87,8 +87,8 @@ AIMS: dict[str, tuple[Aim, ...]] = {
     "Operators": (
         Aim(
             "A flip answers in its new role within a second, fails nothing and keeps tokens and caches",
+            _figures("role_changes", "a flip", "streams beside a flip"),
             tests=("tests/integration/test_flip.py", "tests/fault/test_flips.py"),
-            absent="The second is asserted by the test; no result has its figure.",
         ),
         Aim(
             "The autoscaler keeps 95 % in time", figures_of("autoscale", "Azure's hour: requests", "a synthetic day: requests")
@@ -100,8 +100,8 @@ AIMS: dict[str, tuple[Aim, ...]] = {
         Aim("It changes direction 6 times in a synthetic day", figures_of("autoscale", "a synthetic day: changes")),
         Aim(
             "From zero, the first answer comes within a worker's start and a second, with a standby within 2 s",
+            _figures("role_changes", "from zero"),
             tests=("tests/integration/test_autoscale.py",),
-            absent="The bounds are asserted by the test; no result has their figures.",
         ),
         Aim("A scrape equals what clients counted", tests=("tests/integration/test_cluster_metrics.py",)),
         Aim(

@@ -97,6 +97,15 @@ _FAILURES = (
         "benchmarks.migration",
     ),
     Part(
+        "role_changes",
+        "How soon does a worker answer in a new role, and a cluster from zero?",
+        15,
+        "role_changes",
+        SERVING,
+        "benchmarks.role_changes",
+        per_processor=True,
+    ),
+    Part(
         "paced_kills",
         "Does a cluster of 32 workers stay right while its parts fail?",
         24,

@@ -61,6 +61,29 @@ def migration(result: Result, kind: str) -> Sequence[Figure]:
     ]
 
 
+def role_changes(result: Result, kind: str) -> Sequence[Figure]:
+    """Medians. What a start takes is the worker's matter; what the cluster adds to it has a goal."""
+    flips, from_zero = result["flips"], result["from_zero"]
+    started, standby = from_zero["from zero, a worker is started"], from_zero["from zero, one is on standby"]
+    changes = ("decode to prefill, idle", "prefill to decode, idle", "decode to prefill, with streams")
+    return [
+        *(Figure(f"a flip, {name}", statistics.median(each[name] for each in flips), "s", goal=at_most(1)) for name in changes),
+        Figure(
+            "streams beside a flip with the undisturbed tokens",
+            sum(each["exact"] for each in flips) / (len(flips) * result["streams"]),
+            digits=4,
+            goal=at_least(1),
+        ),
+        Figure(
+            "from zero, first answer after the worker was ready",
+            statistics.median(each["answer_s"] - each["ready_s"] for each in started),
+            "s",
+            goal=at_most(1),
+        ),
+        Figure("from zero with a standby", statistics.median(each["answer_s"] for each in standby), "s", goal=at_most(2)),
+    ]
+
+
 def paced_kills(result: Result, kind: str) -> Sequence[Figure]:
     """Nothing may be wrong."""
     return [
@@ -204,6 +227,7 @@ EXTRACT = {
     "kills": kills,
     "node_faults": node_faults,
     "migration": migration,
+    "role_changes": role_changes,
     "paced_kills": paced_kills,
     "soak": soak,
     "cut_streams": cut_streams,
