@@ -41,6 +41,12 @@ _CACHES = row(
     lines("Blocks that routers know of", "short", gauge("tandem:cache_index_blocks", "router")),
     lines("Memory of what they know", "bytes", gauge("tandem:cache_index_bytes", "router")),
     lines(
+        "Age of what they know",
+        "s",
+        gauge("tandem:cache_index_age_seconds", "router", how="max"),
+        about="How long a router has waited for what it asked workers after a link came up or news got lost. 0 is whole.",
+    ),
+    lines(
         "News about caches",
         PER_S,
         rate("tandem:cache_news_total").named("messages"),
