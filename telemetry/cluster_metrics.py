@@ -212,6 +212,12 @@ _COUNTERS: tuple[tuple[str, str, Callable[[LoadReport], float]], ...] = (
     ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda report: report.prefix_cache_queries),
     ("prefix_cache_evictions", "Cached KV blocks given to something else.", lambda report: report.prefix_cache_evictions),
     ("lent_tokens", "Tokens whose KV other workers fetched from here.", lambda report: report.lent_tokens),
+    ("lent_bytes", "Bytes of KV that other workers fetched from here.", lambda report: report.lent_bytes),
+    (
+        "kv_transfer_sent_bytes",
+        "Bytes of KV sent to other workers: handed over, moved, copied or lent.",
+        lambda report: report.sent_bytes,
+    ),
     ("failed_fetches", "Fetches from other workers that brought nothing.", lambda report: report.failed_fetches),
     ("num_preemptions", "Sequences that gave up their KV blocks to others.", lambda report: report.num_preemptions),
     ("recomputed_tokens", "Tokens computed again after a preemption.", lambda report: report.recomputed_tokens),

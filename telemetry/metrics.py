@@ -60,6 +60,11 @@ class Metrics:
         self.request_prefill_time = self._histogram(
             "request_prefill_time_seconds", "Prefill, as the worker reports it.", _REQUEST_BUCKETS
         )
+        self.request_handoff_time = self._histogram(
+            "request_handoff_time_seconds",
+            "From the first token until the decode worker had the KV that another worker has computed.",
+            _TTFT_BUCKETS,
+        )
         self.request_decode_time = self._histogram(
             "request_decode_time_seconds", "From the first to the last token.", _REQUEST_BUCKETS
         )

@@ -25,6 +25,8 @@ REPORT = LoadReport(
     steps=9,
     busy_s=1.5,
     step_age_s=0.1,
+    lent_bytes=3000,
+    sent_bytes=9000,
     cached_blocks=7,
     prefix_cache_queries=640,
     prefix_cache_hits=480,
@@ -70,6 +72,8 @@ def test_workers_are_read_at_scrape_time() -> None:
     assert after["tandem:prefix_cache_queries_total", ("decode", "d0")] == 640
     assert after["tandem:prefix_cache_hits_total", ("decode", "pool", "d0")] == 480
     assert after["tandem:prefix_cache_hits_total", ("decode", "peer", "d0")] == 0
+    assert after["tandem:lent_bytes_total", ("decode", "d0")] == 3000
+    assert after["tandem:kv_transfer_sent_bytes_total", ("decode", "d0")] == 9000
     assert after["tandem:num_preemptions_total", ("decode", "d0")] == 5
     assert after["tandem:spec_decode_num_draft_tokens_total", ("decode", "d0")] == 40
     assert after["tandem:spec_decode_num_accepted_tokens_total", ("decode", "d0")] == 30
