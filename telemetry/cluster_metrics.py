@@ -90,8 +90,14 @@ class ClusterCollector(Collector):
 
     def _autoscaler(self, state: AutoscalerState) -> Iterator[Metric]:
         labels = ("model_name",)
-        decisions = CounterMetricFamily("tandem:autoscaler_decisions", "Sizes that the autoscaler has decided.", labels=labels)
-        decisions.add_metric((self._model_name,), state.num_decisions)
+        decisions = CounterMetricFamily(
+            "tandem:autoscaler_decisions",
+            "Decisions of the autoscaler that gave a role more workers (up) or fewer (down).",
+            labels=("model_name", "role", "direction"),
+        )
+        for changes in state.changes:
+            decisions.add_metric((self._model_name, changes.role.value, "up"), changes.up)
+            decisions.add_metric((self._model_name, changes.role.value, "down"), changes.down)
         paused = GaugeMetricFamily(
             "tandem:autoscaler_paused", "1 while an operator's word keeps it from deciding.", labels=labels
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from autoscaler.capacity import WorkerLimits
 from autoscaler.scaler import Autoscaler, Present, ScalerRecord
 from configs.loader import load_config
 from configs.paced.profile import load_paced_profile
-from protocol.cluster_view import DemandCounts, RouterObservation, WorkerSeen
+from protocol.cluster_view import DemandCounts, RouterObservation, SizeChanges, SizeDecision, WorkerSeen
 from protocol.messages import Role
 
 PREFILL, DECODE = Role.PREFILL, Role.DECODE
@@ -70,7 +71,7 @@ class Running:
         present = Present(self.sizes, {**self.sizes, PREFILL: self.sizes[PREFILL] - self.missing}, 5.0)
         decision = self.scaler.wake(present, self.now) or self.scaler.decide(present, self.now)
         if decision is not None:
-            self.scaler.keep(decision)
+            self.scaler.keep(decision, self.sizes)
             self.sizes = dict(decision.sizes)
 
     def seconds(self, number: int, rate: float = 0.0) -> dict[Role, int]:
@@ -87,7 +88,19 @@ def test_it_grows_with_the_demand_and_says_why() -> None:
     assert reason.startswith("prefill 1 → ")
     assert "requests/s of 4000 + 100 tokens" in reason
     assert running.seconds(180, 2.0)[PREFILL] == 1
-    assert running.scaler.num_decisions == len(running.scaler.decisions)
+    sizes = [1, *(decision.sizes[PREFILL] for decision in running.scaler.decisions)]
+    steps = [after - before for before, after in pairwise(sizes)]
+    counted = {changes.role: (changes.up, changes.down) for changes in running.scaler.changes}
+    assert counted == {PREFILL: (sum(step > 0 for step in steps), sum(step < 0 for step in steps)), DECODE: (0, 0)}
+    assert min(counted[PREFILL]) >= 1
+
+
+def test_a_flip_is_one_change_up_and_one_down_and_both_outlive_the_controller() -> None:
+    running = Running()
+    running.scaler.keep(SizeDecision(1.0, {PREFILL: 2, DECODE: 1}, "a flip"), {PREFILL: 1, DECODE: 2})
+    again = Running(record=running.scaler.record())
+    again.scaler.keep(SizeDecision(2.0, {PREFILL: 3, DECODE: 1}, "more"), {PREFILL: 2, DECODE: 1})
+    assert again.scaler.changes == (SizeChanges(PREFILL, up=2), SizeChanges(DECODE, down=1))
 
 
 def test_what_nobody_asks_goes_to_sleep_and_a_request_wakes_it() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from protocol.cluster_view import WorkerState
+from protocol.cluster_view import AutoscalerState, SizeChanges, WorkerState
 from protocol.messages import Brought, DecodeLoad, Duty, GpuReport, LoadReport, Role, TierReport
 from telemetry.cluster_metrics import ClusterSample, WorkerSample
 from telemetry.metrics import MOST_TENANTS, OTHERS, Metrics
@@ -92,6 +92,18 @@ def test_workers_are_read_at_scrape_time() -> None:
     assert tiered["tandem:prefix_cache_hits_total", ("decode", "disk", "d0")] == 80
     samples.clear()
     assert ("tandem:num_requests_running", ("decode", "d0")) not in read(metrics), "a gone worker leaves no gauge behind"
+
+
+def test_the_autoscalers_decisions_are_told_by_role_and_direction() -> None:
+    state = AutoscalerState("by hand", (), (SizeChanges(Role.PREFILL, up=3, down=1), SizeChanges(Role.DECODE)))
+    told = read(Metrics("m", lambda: ClusterSample(autoscaler=state)))
+    assert {key: value for key, value in told.items() if key[0].startswith("tandem:autoscaler_")} == {
+        ("tandem:autoscaler_decisions_total", ("up", "prefill")): 3,
+        ("tandem:autoscaler_decisions_total", ("down", "prefill")): 1,
+        ("tandem:autoscaler_decisions_total", ("up", "decode")): 0,
+        ("tandem:autoscaler_decisions_total", ("down", "decode")): 0,
+        ("tandem:autoscaler_paused", ()): 1,
+    }
 
 
 def test_gpus_tell_what_is_known_of_them() -> None:
