@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 from autoscaler.capacity import MOST, Capacity, Pace, Slo, WorkerLimits, learned_times
 from autoscaler.demand import FRESH_S, Demand, DemandMeter
 from autoscaler.forecast import History
-from autoscaler.limits import Sizes, ranges_at
+from autoscaler.limits import Sizes, budgets_of, ranges_at, within
 from autoscaler.policy import Holds, Need, decide, with_spare
 from autoscaler.trust import Trust
-from configs.autoscale import AutoscaleConfig
+from configs.autoscale import AutoscaleConfig, SizeRange
 from configs.step_times import StepTimes
 from protocol.cluster_view import RouterObservation, SizeChanges, SizeDecision
 from protocol.messages import Role
@@ -83,12 +83,15 @@ class Autoscaler:
         needed: tuple[Role, ...],
         flips: bool,
         now: float,
+        gpus: Mapping[Role, float] | None = None,
         record: ScalerRecord = ScalerRecord(),
     ) -> None:
         """`times`: what steps take; None where that was not measured. `prefills`: the cluster has prefill workers. `needed`:
-        roles without which no request can be answered. `flips`: workers can change their role.
+        roles without which no request can be answered. `flips`: workers can change their role. `gpus`: what one worker of each
+        role reserves.
         """
         self._config = config
+        self._budgets = budgets_of(config, gpus or {})
         self._limits = limits
         self._times = times
         self._prefills = prefills
@@ -152,8 +155,12 @@ class Autoscaler:
         if not asleep or not self._meter.demand(now).waiting:
             return None
         names = " and ".join(role.value for role in asleep)
-        sizes = {**present.wanted, **dict.fromkeys(asleep, 1)}
-        return SizeDecision(self._wall(now), sizes, f"{names} 0 → 1: a request waits")
+        sizes, reason = {**present.wanted, **dict.fromkeys(asleep, 1)}, f"{names} 0 → 1: a request waits"
+        if any(budget.exceeded_by(sizes) for budget in self._budgets) and self.paused is None:
+            woken = {role: SizeRange(least=max(1, ranges[role].least), most=ranges[role].most) for role in asleep}
+            sizes = within(sizes, ranges | woken, self._budgets)
+            reason += ", and others go, as all together have a limit"
+        return SizeDecision(self._wall(now), sizes, reason)
 
     def decide(self, present: Present, now: float) -> SizeDecision | None:
         """A decision if other sizes are wanted from now on."""
@@ -174,7 +181,7 @@ class Autoscaler:
             self._holds,
             present.wanted,
             ranges,
-            self._config.max_workers,
+            self._budgets,
             now,
             hold_s=min(self._config.hold_s, start_s),
             flips=self._flips,

@@ -77,6 +77,7 @@ class PoolSizer:
             needed=needed_roles(self._config),
             flips=self._supervisor.can_flip,
             now=self._now(),
+            gpus={Role.PREFILL: self._config.prefill.gpus, Role.DECODE: self._config.decode.gpus},
             record=record or ScalerRecord(),
         )
         self._show()

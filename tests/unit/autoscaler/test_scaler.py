@@ -30,10 +30,18 @@ class Running:
     """An autoscaler that is asked once a second, and obeyed at once."""
 
     def __init__(
-        self, now: float = 0.0, record: ScalerRecord | None = None, needed: tuple[Role, ...] = (DECODE,), **values: Any
+        self,
+        now: float = 0.0,
+        record: ScalerRecord | None = None,
+        needed: tuple[Role, ...] = (DECODE,),
+        gpus: tuple[int, int] = (0, 0),
+        **values: Any,
     ) -> None:
+        """`gpus`: of a worker of each role."""
         defaults = {"sizes": "prefill=1..8,decode=0..8", "hold_s": 30.0, "idle_s": 60.0}
-        self.config = load_config(None, {f"autoscale.{key}": value for key, value in (defaults | values).items()})
+        pools = zip(("prefill", "decode"), gpus, strict=True)
+        reserved = {f"{role}.resources": {"GPU": number} for role, number in pools if number}
+        self.config = load_config(None, reserved | {f"autoscale.{key}": value for key, value in (defaults | values).items()})
         self.now = now
         self.asked = 0.0
         self.counts = DemandCounts()
@@ -48,6 +56,7 @@ class Running:
             needed=needed,
             flips=True,
             now=now,
+            gpus={PREFILL: self.config.prefill.gpus, DECODE: self.config.decode.gpus},
             record=record or ScalerRecord(),
         )
 
@@ -112,6 +121,18 @@ def test_what_nobody_asks_goes_to_sleep_and_a_request_wakes_it() -> None:
     running.second(waiting=1)
     assert running.sizes == {PREFILL: 1, DECODE: 1}
     assert running.scaler.decisions[-1].reason == "decode 0 → 1: a request waits"
+
+
+def test_who_is_woken_keeps_the_budget() -> None:
+    running = Running(needed=(PREFILL, DECODE), gpus=(2, 1), sizes="prefill=0..8,decode=0..8", max_gpus=5)
+    running.sizes = {PREFILL: 0, DECODE: 5}
+    running.second(waiting=1)
+    assert running.sizes == {PREFILL: 1, DECODE: 3}
+    assert running.scaler.decisions[-1].reason.startswith("prefill 0 → 1: a request waits")
+    running.scaler.pause("by hand")
+    running.sizes = {PREFILL: 0, DECODE: 5}
+    running.second(waiting=1)
+    assert running.sizes == {PREFILL: 1, DECODE: 5}, "what an operator has said stays"
 
 
 def test_paused_it_wakes_and_does_nothing_else() -> None:
@@ -195,14 +216,16 @@ def test_a_worker_that_never_comes_keeps_nobody_from_going() -> None:
     assert running.seconds(60, 1.0)[PREFILL] < grown[PREFILL]
 
 
-@given(st.lists(st.tuples(st.floats(0.0, 60.0), st.integers(1, 20)), min_size=1, max_size=12))
-def test_any_demand(steps: list[tuple[float, int]]) -> None:
-    running = Running(max_workers=10)
+@given(st.lists(st.tuples(st.floats(0.0, 60.0), st.integers(1, 20)), min_size=1, max_size=12), st.booleans())
+def test_any_demand(steps: list[tuple[float, int]], by_gpus: bool) -> None:
+    running = Running(gpus=(4, 1), max_gpus=14) if by_gpus else Running(max_workers=10)
     for rate, seconds in steps:
-        sizes = running.seconds(seconds, rate)
-        assert 1 <= sizes[PREFILL] <= 8
-        assert 0 <= sizes[DECODE] <= 8
-        assert sum(sizes.values()) <= 10
+        for _ in range(seconds):
+            running.second(rate)
+            sizes = running.sizes
+            assert 1 <= sizes[PREFILL] <= 8
+            assert 0 <= sizes[DECODE] <= 8
+            assert (4 * sizes[PREFILL] + sizes[DECODE] <= 14) if by_gpus else sum(sizes.values()) <= 10
 
 
 @pytest.mark.parametrize("step_s", [-86_400.0, -3600.0, -20.0, 20.0, 3600.0, 86_400.0])
