@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autoscaler.limits import Sizes, within
+from autoscaler.limits import Budget, Sizes, within
 from configs.autoscale import SizeRange
 from protocol.messages import Role
 
@@ -75,7 +75,7 @@ def decide(
     holds: Holds,
     present: Sizes,
     ranges: Mapping[Role, SizeRange],
-    most: int | None,
+    budgets: Sequence[Budget],
     now: float,
     *,
     hold_s: float,
@@ -93,10 +93,10 @@ def decide(
             wanted[role] = need.workers
         elif settled and (kept := holds.most(role, now, hold_s) if need.workers else 0) < present[role]:
             wanted[role] = kept
-    wanted = within(wanted, ranges, None)
+    wanted = within(wanted, ranges)
     for giving in needs:
         more = sum(wanted[role] - present[role] for role in needs if role is not giving)
         spare = wanted[giving] - ranges[giving].clamp(holds.most(giving, now, _FLIP_HOLD * hold_s))
         if flips and settled and more > 0 and wanted[giving] == present[giving] and spare > 0:
             wanted[giving] -= min(more, spare)
-    return within(wanted, ranges, most)
+    return within(wanted, ranges, budgets)

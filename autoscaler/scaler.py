@@ -14,17 +14,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoscaler.capacity import MOST, Capacity, Pace, Slo, WorkerLimits, learned_times
 from autoscaler.demand import FRESH_S, Demand, DemandMeter
 from autoscaler.forecast import History
-from autoscaler.limits import Sizes, ranges_at
+from autoscaler.limits import Sizes, budgets_of, ranges_at, within
 from autoscaler.policy import Holds, Need, decide, with_spare
 from autoscaler.trust import Trust
-from configs.autoscale import AutoscaleConfig
+from configs.autoscale import AutoscaleConfig, SizeRange
 from configs.step_times import StepTimes
-from protocol.cluster_view import RouterObservation, SizeDecision
+from protocol.cluster_view import RouterObservation, SizeChanges, SizeDecision
 from protocol.messages import Role
 
 KEPT_DECISIONS = 50
@@ -46,7 +46,7 @@ class ScalerRecord:
     decisions: tuple[SizeDecision, ...] = ()
     bins: tuple[float, ...] = ()
     latest_bin: int = 0
-    num_decisions: int = 0
+    changes: tuple[SizeChanges, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,15 @@ class Autoscaler:
         needed: tuple[Role, ...],
         flips: bool,
         now: float,
+        gpus: Mapping[Role, float] | None = None,
         record: ScalerRecord = ScalerRecord(),
     ) -> None:
         """`times`: what steps take; None where that was not measured. `prefills`: the cluster has prefill workers. `needed`:
-        roles without which no request can be answered. `flips`: workers can change their role.
+        roles without which no request can be answered. `flips`: workers can change their role. `gpus`: what one worker of each
+        role reserves.
         """
         self._config = config
+        self._budgets = budgets_of(config, gpus or {})
         self._limits = limits
         self._times = times
         self._prefills = prefills
@@ -105,7 +108,7 @@ class Autoscaler:
         self._learned: StepTimes | None = None
         """Step times as they were seen, where none were measured."""
         self._most = max((each.most for sizes in config.all_sizes() for each in sizes.values()), default=MOST)
-        self._num_decisions = record.num_decisions
+        self._changes = {role: SizeChanges(role) for role in Role} | {each.role: each for each in record.changes}
         self._decisions = deque(record.decisions, KEPT_DECISIONS)
         self._decided_at = min(now, record.decisions[-1].at) if record.decisions else now
         """When the latest decision was done, by the calls' clock."""
@@ -118,20 +121,25 @@ class Autoscaler:
         return tuple(self._decisions)
 
     @property
-    def num_decisions(self) -> int:
-        """Number of decisions that there were."""
-        return self._num_decisions
+    def changes(self) -> tuple[SizeChanges, ...]:
+        """How often each role's size was changed, up and down."""
+        return tuple(self._changes.values())
 
     def record(self) -> ScalerRecord:
         """Return what another autoscaler needs to go on from here."""
         history = self._history
-        return ScalerRecord(self.paused, self.decisions, tuple(history.bins), history.latest, self._num_decisions)
+        return ScalerRecord(self.paused, self.decisions, tuple(history.bins), history.latest, self.changes)
 
-    def keep(self, decision: SizeDecision) -> None:
-        """Note a decision that is done."""
+    def keep(self, decision: SizeDecision, before: Sizes) -> None:
+        """Note a decision that is done. `before` are the sizes that were wanted until then."""
         self._decided_at = decision.at - self.wall_ahead_s
         self._decisions.append(decision)
-        self._num_decisions += 1
+        for role, size in decision.sizes.items():
+            counted = self._changes[role]
+            if size > before[role]:
+                self._changes[role] = replace(counted, up=counted.up + 1)
+            elif size < before[role]:
+                self._changes[role] = replace(counted, down=counted.down + 1)
 
     def observe(self, seen: RouterObservation, now: float) -> None:
         """Take what a router tells."""
@@ -147,8 +155,12 @@ class Autoscaler:
         if not asleep or not self._meter.demand(now).waiting:
             return None
         names = " and ".join(role.value for role in asleep)
-        sizes = {**present.wanted, **dict.fromkeys(asleep, 1)}
-        return SizeDecision(self._wall(now), sizes, f"{names} 0 → 1: a request waits")
+        sizes, reason = {**present.wanted, **dict.fromkeys(asleep, 1)}, f"{names} 0 → 1: a request waits"
+        if any(budget.exceeded_by(sizes) for budget in self._budgets) and self.paused is None:
+            woken = {role: SizeRange(least=max(1, ranges[role].least), most=ranges[role].most) for role in asleep}
+            sizes = within(sizes, ranges | woken, self._budgets)
+            reason += ", and others go, as all together have a limit"
+        return SizeDecision(self._wall(now), sizes, reason)
 
     def decide(self, present: Present, now: float) -> SizeDecision | None:
         """A decision if other sizes are wanted from now on."""
@@ -169,7 +181,7 @@ class Autoscaler:
             self._holds,
             present.wanted,
             ranges,
-            self._config.max_workers,
+            self._budgets,
             now,
             hold_s=min(self._config.hold_s, start_s),
             flips=self._flips,

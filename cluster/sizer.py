@@ -77,6 +77,7 @@ class PoolSizer:
             needed=needed_roles(self._config),
             flips=self._supervisor.can_flip,
             now=self._now(),
+            gpus={Role.PREFILL: self._config.prefill.gpus, Role.DECODE: self._config.decode.gpus},
             record=record or ScalerRecord(),
         )
         self._show()
@@ -176,7 +177,7 @@ class PoolSizer:
         self._problem = problem
         if sizes != wanted:
             log.info("autoscaler: %s", decision.reason)
-            self._running().keep(replace(decision, sizes=sizes))
+            self._running().keep(replace(decision, sizes=sizes), wanted)
         await self._changed()
 
     async def _find_room(self) -> Room:
@@ -189,7 +190,7 @@ class PoolSizer:
 
     def _show(self) -> None:
         scaler = self._running()
-        self._supervisor.show(AutoscalerState(scaler.paused, scaler.decisions, scaler.num_decisions, self._problem))
+        self._supervisor.show(AutoscalerState(scaler.paused, scaler.decisions, scaler.changes, self._problem))
 
     async def _save(self) -> None:
         async with self._saving:

@@ -16,6 +16,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 RoleName = Literal["prefill", "decode"]
 Metric = Literal["ttft", "tpot"]
 Day = Literal["mon", "tue", "wed", "thu", "fri", "sat", "sun"]
+GPU_SLACK = 1e-3
+"""Shares of GPUs are rounded, so sums of them are compared with so much to spare."""
 DAYS: tuple[Day, ...] = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 
 
@@ -120,7 +122,9 @@ class AutoscaleConfig(_Section):
     attainment: Annotated[float, Field(gt=0, lt=1)] = 0.95
     """Share of the requests that is to keep these limits."""
     max_workers: Annotated[int, Field(ge=1, le=2048)] | None = None
-    """Most workers of both roles together, such as a number of GPUs; None sets no limit of its own."""
+    """Most workers of both roles together; None sets no limit of its own."""
+    max_gpus: Annotated[float, Field(gt=0, le=65_536, strict=False)] | None = None
+    """Most GPUs that the workers of both roles and those on standby reserve together; None sets no limit of its own."""
     standby: Annotated[int, Field(ge=0, le=64)] = 0
     """Workers that are up, have the model, and belong to no role until one is wanted."""
     hold_s: Annotated[float, Field(ge=1, le=86_400)] = 120.0

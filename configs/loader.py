@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from configs.addresses import is_loopback
-from configs.autoscale import RoleName, Sizes
+from configs.autoscale import GPU_SLACK, RoleName, Sizes
 from configs.facts import ModelFacts
 from configs.model_files.kv_window import AT_ONCE, WHOLE, KvWindow
 from configs.model_files.rope import stretching
@@ -281,6 +281,10 @@ def _autoscaling(config: ClusterConfig) -> list[tuple[str, str]]:
             found.append(("autoscale.sizes", "prefill has no workers with disaggregation: never"))
         if each.clamp(pools[role].workers) != pools[role].workers:
             found.append((f"{role}.workers", f"{pools[role].workers} is not within the range of autoscale.sizes, {each}"))
+    if auto.max_gpus is not None and not any(pool.on_gpu for _, pool in _pools(config)):
+        problem = "counts the GPUs that workers reserve, and none does: name GPU in prefill.resources and decode.resources"
+        found.append(("autoscale.max_gpus", problem))
+    standby_gpus = auto.standby * config.decode.gpus
     for number, sizes in enumerate(auto.all_sizes()):
         key = f"autoscale.schedule.{number - 1}.sizes" if number else "autoscale.sizes"
         for role, each in sizes.items():
@@ -289,20 +293,23 @@ def _autoscaling(config: ClusterConfig) -> list[tuple[str, str]]:
             if each.most > (most := pools[role].max_workers):
                 found.append((key, f"{role}={each} is more than {role}.max_workers ({most})"))
         least = _least_awake(config, auto.sizes | sizes)
-        if auto.max_workers is not None and auto.max_workers < least:
-            problem = f"fewer than the least of all roles together by {key}, while all that are needed are awake: {least}"
-            found.append(("autoscale.max_workers", problem))
+        workers, gpus = sum(least.values()), standby_gpus + sum(pools[role].gpus * number for role, number in least.items())
+        problem = f"fewer than the least of all roles together by {key}, while all that are needed are awake"
+        if auto.max_workers is not None and auto.max_workers < workers:
+            found.append(("autoscale.max_workers", f"{problem}: {workers}"))
+        if auto.max_gpus is not None and auto.max_gpus < gpus - GPU_SLACK:
+            found.append(("autoscale.max_gpus", f"{problem}{', with those on standby' if standby_gpus else ''}: {gpus:g}"))
     if auto.standby and config.disaggregation != "never" and config.unlike is not None:
         problem = f"a standby can be of either role, and prefill.{config.unlike} and decode.{config.unlike} differ"
         found.append(("autoscale.standby", problem))
     return found
 
 
-def _least_awake(config: ClusterConfig, sizes: Sizes) -> int:
-    """The fewest workers of both roles that answer requests. A role without a range keeps all of its own."""
+def _least_awake(config: ClusterConfig, sizes: Sizes) -> dict[RoleName, int]:
+    """The fewest workers of each role that answer requests. A role without a range keeps all of its own."""
     needed: list[RoleName] = ["prefill", "decode"] if config.disaggregation == "always" else ["decode"]
     least = {role: sizes[role].least if role in sizes else pool.workers for role, pool in _pools(config)}
-    return sum(max(1, number) if role in needed else number for role, number in least.items())
+    return {role: max(1, number) if role in needed else number for role, number in least.items()}
 
 
 def _usage(config: ClusterConfig) -> list[tuple[str, str]]:

@@ -142,6 +142,11 @@ class PoolConfig(_Section):
         """Whether a worker has a GPU, or a share of one."""
         return bool(self.resources.get("GPU"))
 
+    @property
+    def gpus(self) -> float:
+        """GPUs that the ranks of one worker reserve together."""
+        return self.resources.get("GPU", 0.0) * self.tensor_parallel_size
+
 
 SAMPLED_TOKENS = 256
 """Most tokens of prompts in a step whose logits are wanted: one where a prompt ends, and all of a prompt that is scored. On a

@@ -26,16 +26,21 @@ class DecodePeers:
         me: WorkerRef,
         secret: bytes,
         layout: KvLayout,
+        head_bytes: int,
         ranks: Sequence[SendRank],
         limits: LimitsConfig,
     ) -> None:
+        """`head_bytes` are those of the K and V of one token and one KV head in all layers."""
         self._me = me
         self._secret = secret
         self._layout = layout
+        self._head_bytes = head_bytes
         self._ranks = ranks
         self._limits = limits
         self._pairs: dict[WorkerRef, asyncio.Task[SendingPair]] = {}
         self._closing: set[asyncio.Task[None]] = set()
+        self.sent_bytes = 0
+        """Bytes of KV that have left for other workers since start, over all pairs that there ever were."""
 
     async def pair(self, peer: WorkerRef) -> SendingPair:
         """Return a working pair with this worker, opened if need be. Concurrent callers share one attempt.
@@ -85,6 +90,8 @@ class DecodePeers:
             self._secret,
             self._layout,
             self._ranks,
+            head_bytes=self._head_bytes,
+            on_sent=self._sent,
             connect_s=self._limits.connect_s,
             lease_s=self._limits.lease_s,
             heartbeat_s=self._limits.heartbeat_s,
@@ -93,6 +100,9 @@ class DecodePeers:
         for former in [ref for ref in self._pairs if ref.worker_id == peer.worker_id and ref != peer]:
             self._retire(former)
         return pair
+
+    def _sent(self, num_bytes: int) -> None:
+        self.sent_bytes += num_bytes
 
     def _retire(self, peer: WorkerRef) -> None:
         opening = self._pairs.pop(peer, None)

@@ -116,6 +116,7 @@ class SendingPair:
         layout: KvLayout,
         client: WireClient,
         *,
+        on_sent: Callable[[int], None],
         lease_s: float,
         heartbeat_s: float,
     ) -> None:
@@ -123,9 +124,12 @@ class SendingPair:
         self._me = me
         self._layout = layout
         self._caller = CallClient(client, self._told)
+        self._on_sent = on_sent
         self._lease_s = lease_s
         self._heartbeat_s = heartbeat_s
         self._lanes: list[SendLane] = []
+        self.token_bytes = 0
+        """Bytes of one token's KV on all lanes together."""
         self._unannounced: deque[_Push] = deque()
         self._pushes: asyncio.Queue[_Push] = asyncio.Queue()
         """Those that were announced, and wait for the lanes."""
@@ -143,18 +147,20 @@ class SendingPair:
         layout: KvLayout,
         ranks: Sequence[SendRank],
         *,
+        head_bytes: int,
+        on_sent: Callable[[int], None],
         connect_s: float,
         lease_s: float,
         heartbeat_s: float,
     ) -> SendingPair:
         """Connect the ranks of this worker to those of a decode worker, each lane over the first transport that the peer
-        takes.
+        takes. `head_bytes` are those of one token and one KV head; `on_sent` hears how many bytes of KV have left.
 
         Raises WorkerLostError, IncompatiblePeerError or KvTransferError.
         """
         # Who takes no connection for a lease is as silent as who says nothing for so long.
         client = await WireClient.connect(peer.address, secret, min(connect_s, lease_s))
-        pair = cls(me, peer, layout, client, lease_s=lease_s, heartbeat_s=heartbeat_s)
+        pair = cls(me, peer, layout, client, on_sent=on_sent, lease_s=lease_s, heartbeat_s=heartbeat_s)
         pair._tasks.append(asyncio.create_task(pair._caller.run()))
 
         async def ask(build: Callable[[int], PairOpen]) -> PairOpened:
@@ -164,6 +170,7 @@ class SendingPair:
             for lane, move in enumerate(head_moves(me.num_ranks, peer.num_ranks, layout.num_kv_heads)):
                 rank = ranks[move.prefill_rank]
                 pair._lanes.append(await offer(ask, me, peer, layout, lane, move, rank))
+                pair.token_bytes += move.num_heads * head_bytes
         except BaseException:
             await pair.close()
             raise
@@ -281,6 +288,7 @@ class SendingPair:
                 part.transfer.digests[lane] += digest
         for part in parts:
             part.transfer.sent_tokens += part.num_tokens
+        self._on_sent(self.token_bytes * sum(part.num_tokens for part in parts))
 
     def _told(self, message: object) -> None:
         """Decode speaks without being asked: load reports, which are for routers, and the end of the channel."""

@@ -78,6 +78,17 @@ class SizeDecision:
 
 
 @dataclass(frozen=True)
+class SizeChanges:
+    """How often the autoscaler has changed the size of a role, since the cluster began."""
+
+    role: Role
+    up: int = 0
+    """Number of decisions by which it has more workers."""
+    down: int = 0
+    """Number of decisions by which it has fewer."""
+
+
+@dataclass(frozen=True)
 class AutoscalerState:
     """State of the autoscaler: whether it is paused, and its latest decisions."""
 
@@ -85,8 +96,8 @@ class AutoscalerState:
     """Why it is paused; None if it is not."""
     decisions: tuple[SizeDecision, ...]
     """The latest ones, the newest last."""
-    num_decisions: int
-    """Number of decisions since the cluster began."""
+    changes: tuple[SizeChanges, ...] = ()
+    """How often it has changed the size of each role."""
     problem: str | None = None
     """What kept the latest decision from being done in full."""
 

@@ -328,6 +328,10 @@ class LoadReport:
     """Cached blocks that were given to something else, since start."""
     lent_tokens: int = 0
     """Tokens whose KV other workers fetched from the pool, since start."""
+    lent_bytes: int = 0
+    """Bytes of that KV."""
+    sent_bytes: int = 0
+    """Bytes of KV that were sent to other workers since start, whatever for."""
     brought: Brought = NOTHING_BROUGHT
     """What came into the pool from elsewhere for prompts that were started, since start."""
     failed_fetches: int = 0

@@ -71,7 +71,9 @@ class Router:
         self._orders = ControllerOrders(controller)
         self.metrics = Metrics(model.facts.name, self._cluster_sample, counts)
         self._counts = counts
-        caches = Caches(on_news=self.metrics.cache_news) if config.routing == "cache" else None
+        caches = None
+        if config.routing == "cache":
+            caches = Caches(on_news=self.metrics.cache_news, on_age=self.metrics.cache_index_age.set)
         self._roster = Roster(controller, secret, config.limits, self.metrics.workers_lost.inc, caches)
         self._audits = RegularAudits(self._roster, config.limits.lease_s, self.metrics.audit_leaks.set)
         self.shutdown = Shutdown(controller, self._roster)

@@ -91,7 +91,7 @@ class Router:
         self._claims = Claims(site, self._prefills, self._decodes, self._known, self._learned, on_end, self._note_change)
         self._caches = Caches()
         lives = [WorkerLife(worker_id, EPOCH) for worker_id in self._known] if site.tell is not None else []
-        self._followers = {life.worker_id: self._caches.follow(life, lambda ask: None) for life in lives}
+        self._followers = {life.worker_id: self._caches.follow(life, lambda ask: None, self._clock.now) for life in lives}
 
     def arrive(self, request: Request) -> None:
         """Take a request that a client sends now."""
@@ -126,7 +126,7 @@ class Router:
 
     def hear(self, news: CacheNews) -> None:
         """Take what a worker tells of its cache."""
-        self._followers[news.worker_id].hear(news)
+        self._followers[news.worker_id].hear(news, self._clock.now)
 
     @property
     def num_waiting(self) -> int:
@@ -138,13 +138,13 @@ class Router:
         self._away.add(worker_id)
         (self.prefill_ranking if worker_id in self._prefills else self.decode_ranking).discard(worker_id)
         if worker_id in self._followers:
-            self._caches.leave(self._followers[worker_id])
+            self._caches.leave(self._followers[worker_id], self._clock.now)
 
     def join(self, worker_id: str) -> None:
         """Let a worker that was away get requests again."""
         self._away.discard(worker_id)
         if worker_id in self._followers:
-            self._followers[worker_id] = self._caches.follow(WorkerLife(worker_id, EPOCH), lambda ask: None)
+            self._followers[worker_id] = self._caches.follow(WorkerLife(worker_id, EPOCH), lambda ask: None, self._clock.now)
         ranking = self.prefill_ranking if worker_id in self._prefills else self.decode_ranking
         ranking.put(self._known[worker_id].load())
         self._note_change()

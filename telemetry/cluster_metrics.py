@@ -90,8 +90,14 @@ class ClusterCollector(Collector):
 
     def _autoscaler(self, state: AutoscalerState) -> Iterator[Metric]:
         labels = ("model_name",)
-        decisions = CounterMetricFamily("tandem:autoscaler_decisions", "Sizes that the autoscaler has decided.", labels=labels)
-        decisions.add_metric((self._model_name,), state.num_decisions)
+        decisions = CounterMetricFamily(
+            "tandem:autoscaler_decisions",
+            "Decisions of the autoscaler that gave a role more workers (up) or fewer (down).",
+            labels=("model_name", "role", "direction"),
+        )
+        for changes in state.changes:
+            decisions.add_metric((self._model_name, changes.role.value, "up"), changes.up)
+            decisions.add_metric((self._model_name, changes.role.value, "down"), changes.down)
         paused = GaugeMetricFamily(
             "tandem:autoscaler_paused", "1 while an operator's word keeps it from deciding.", labels=labels
         )
@@ -212,6 +218,12 @@ _COUNTERS: tuple[tuple[str, str, Callable[[LoadReport], float]], ...] = (
     ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda report: report.prefix_cache_queries),
     ("prefix_cache_evictions", "Cached KV blocks given to something else.", lambda report: report.prefix_cache_evictions),
     ("lent_tokens", "Tokens whose KV other workers fetched from here.", lambda report: report.lent_tokens),
+    ("lent_bytes", "Bytes of KV that other workers fetched from here.", lambda report: report.lent_bytes),
+    (
+        "kv_transfer_sent_bytes",
+        "Bytes of KV sent to other workers: handed over, moved, copied or lent.",
+        lambda report: report.sent_bytes,
+    ),
     ("failed_fetches", "Fetches from other workers that brought nothing.", lambda report: report.failed_fetches),
     ("num_preemptions", "Sequences that gave up their KV blocks to others.", lambda report: report.num_preemptions),
     ("recomputed_tokens", "Tokens computed again after a preemption.", lambda report: report.recomputed_tokens),

@@ -60,6 +60,11 @@ class Metrics:
         self.request_prefill_time = self._histogram(
             "request_prefill_time_seconds", "Prefill, as the worker reports it.", _REQUEST_BUCKETS
         )
+        self.request_handoff_time = self._histogram(
+            "request_handoff_time_seconds",
+            "From the first token until the decode worker had the KV that another worker has computed.",
+            _TTFT_BUCKETS,
+        )
         self.request_decode_time = self._histogram(
             "request_decode_time_seconds", "From the first to the last token.", _REQUEST_BUCKETS
         )
@@ -96,6 +101,9 @@ class Metrics:
             "cache_index_blocks", "KV blocks of which the router knows that a worker has them."
         )
         self._cache_index_bytes = self._gauge("cache_index_bytes", "Memory of what the router knows of them.")
+        self.cache_index_age = self._gauge(
+            "cache_index_age_seconds", "How long the router has not known all that workers have; 0 while it does."
+        )
         self._cache_news = self._counter("cache_news", "Messages of workers about what their caches hold.")
         self._cache_news_keys = self._counter("cache_news_keys", "KV blocks that these were about, of eight bytes each.")
         self.audit_leaks = self._gauge("audit_leaks", "What the router's latest audit has found leaking.")

@@ -70,6 +70,8 @@ class RequestTimes:
         """The answer has come to its end, as its text has shown."""
         self.placed_by: str | None = None
         """Why the latest attempt's prompt is computed where it is (`router.rules.pair.Reason`)."""
+        self.handed_over = False
+        """Some attempt's prompt was computed at another worker than the one that decodes, and its KV was handed over."""
         self.resumes = 0
         self.token_gaps: list[float] = []
         """Seconds from each output of the workers to the next; the first is from the first token to the second."""
@@ -85,6 +87,11 @@ class RequestTimes:
     def was_admitted(self) -> bool:
         """A pair of workers had room for the answer, at least once."""
         return Stage.QUEUE in self._spent
+
+    @property
+    def handoff_s(self) -> float | None:
+        """Seconds from the first token until the decode worker had the KV; None if nothing was handed over."""
+        return self.spent(Stage.HANDOFF_WAIT) + self.spent(Stage.TRANSFER) if self.handed_over else None
 
     def prepared(self) -> None:
         """Note that the request is checked and tokenized."""
@@ -109,8 +116,11 @@ class RequestTimes:
             self._reach(now - prefill_s, Stage.PREFILL_QUEUE, Stage.FETCHED, fetch_s)
         self._reach(now, Stage.PREFILL_QUEUE, Stage.PREFILL, prefill_s)
 
-    def attached(self, transfer_s: float) -> None:
-        """Note that the decode worker has the KV, and for how many seconds it had to wait for it."""
+    def attached(self, transfer_s: float, *, handed_over: bool = True) -> None:
+        """Note that the decode worker has the KV, and for how many seconds it had to wait for it. It is not `handed_over` where
+        the decode worker has computed the prompt itself.
+        """
+        self.handed_over |= handed_over
         self._reach(time.monotonic(), Stage.HANDOFF_WAIT, Stage.TRANSFER, transfer_s)
 
     def stepped(self, arrived: float, step_s: float) -> None:

@@ -91,7 +91,7 @@ class WorkerCore:
         self.cache = PrefixCache(pool.num_blocks, pool.num_kept, self._teller.note)
         self._teller.tells_of(self.cache.keys)
         senders = send_ranks(pool.layers(), pool.block_size, sending, gang.askers(), limits.lease_s, progress)
-        self.peers = DecodePeers(rank.me, rank.secret, runner.layout(), senders, limits)
+        self.peers = DecodePeers(rank.me, rank.secret, runner.layout(), pool.head_bytes, senders, limits)
         self.books = SeveralBooks()
         """Where KV arrives. Each role that takes some adds its own."""
         receivers = receive_ranks(pool.layers(), pool.block_size, receiving, gang.askers(), STEP_LEASES * limits.lease_s)
@@ -213,6 +213,8 @@ class WorkerCore:
             prefix_cache_hits=sum(part.prefix_cache_hits for part in parts),
             prefix_cache_evictions=self.cache.evictions,
             lent_tokens=self.lender.lent_tokens,
+            lent_bytes=self.lender.lent_bytes,
+            sent_bytes=self.peers.sent_bytes,
             brought=sum((part.brought for part in parts), NOTHING_BROUGHT),
             failed_fetches=sum(part.failed_fetches for part in parts),
             tiers=() if self.tiers is None else self.tiers.reports,

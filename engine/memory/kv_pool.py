@@ -76,6 +76,11 @@ class KVPool:
         self._gathered = torch.empty(0, dtype=stored)
         self._layer_slots = [self.data[layer].flatten(1, 2) for layer in range(num_layers)]
 
+    @property
+    def head_bytes(self) -> int:
+        """Bytes that the K and V of one token and one KV head take in all layers together."""
+        return self.data[:, :, 0, 0, 0].nbytes
+
     @classmethod
     def for_model(
         cls,

@@ -56,6 +56,8 @@ class Lender:
         self._loans = 0
         self.lent_tokens = 0
         """Tokens whose KV was sent and committed, since start."""
+        self.lent_bytes = 0
+        """Bytes of that KV."""
 
     def ask(self, peer: bytes, message: Fetch) -> None:
         """Take a Fetch. It is answered at once if it is refused, and otherwise when the KV is there."""
@@ -90,10 +92,9 @@ class Lender:
 
     async def _lend(self, peer: bytes, message: Fetch, pinned: Pinned) -> None:
         answer: Fetched | Failed
-        num_tokens, held = len(pinned.table) * self._block_size, message.ticket.held_tokens
+        num_tokens = len(pinned.table) * self._block_size
         try:
             await self._send_kv(message, pinned, num_tokens)
-            self.lent_tokens += num_tokens - held
             answer = Fetched(message.call_id, num_tokens)
         except TandemError as error:
             log.info("blocks were not lent: %s", error.message)
@@ -115,6 +116,8 @@ class Lender:
                 raise KvTransferError(f"{pair.peer.worker_id} no longer waits for the blocks")
             pinned.deadline = self._deadline()
         await pair.commit(transfer)
+        self.lent_tokens += num_tokens - message.ticket.held_tokens
+        self.lent_bytes += (num_tokens - message.ticket.sent_from) * pair.token_bytes
 
     def _deadline(self) -> float:
         return time.monotonic() + self._lease_s

@@ -82,7 +82,7 @@ class WorkerLink:
         reading = asyncio.create_task(connection.read())
         beating = asyncio.create_task(self._beat())
         if self._caches is not None:
-            self._follower = self._caches.follow(self.life, connection.tell)
+            self._follower = self._caches.follow(self.life, connection.tell, time.monotonic())
         try:
             ends: list[asyncio.Future[Any]] = [reading, beating, self.gone]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -92,7 +92,7 @@ class WorkerLink:
             # Before any wait: who cancels us may do so in the middle of this, and streams would wait for ever.
             self.streams.fail_all(connection.lost_error)
             if self._follower is not None:
-                self._follower.leave()
+                self._follower.leave(time.monotonic())
             reading.cancel()
             beating.cancel()
             failures = await asyncio.gather(reading, beating, return_exceptions=True)
@@ -135,6 +135,8 @@ class WorkerLink:
             connection.tell(Ping())
             await asyncio.sleep(limits.heartbeat_s)
             listening.look()
+            if self._caches is not None:
+                self._caches.beat(time.monotonic())
             if listening.silent_s(self._heard_at) > limits.lease_s:
                 connection.lose(f"it was silent for {limits.lease_s:g} s")
             elif self._owes_progress() and listening.silent_s(connection.progress_at) > STEP_LEASES * limits.lease_s:
@@ -153,7 +155,7 @@ class WorkerLink:
         elif isinstance(message, LoadReport):
             self._on_load_report(message, now)
         elif isinstance(message, CacheNews) and self._follower is not None:
-            self._follower.hear(message)
+            self._follower.hear(message, now)
         else:
             log.warning("%s sent an unexpected %s", self.ref.worker_id, type(message).__name__)
 

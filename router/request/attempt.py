@@ -107,7 +107,8 @@ class Attempt:
 
     async def _attach(self) -> None:
         journal = self.journal
-        self.times.attached(await self.claim.attach(journal.emitted[-1], journal.sampling, journal.num_generated))
+        transfer_s = await self.claim.attach(journal.emitted[-1], journal.sampling, journal.num_generated)
+        self.times.attached(transfer_s, handed_over=not self.claim.here)
         self._note_arithmetic(self.claim.decode, "handoff")
         self._note_place()
         self._held.enter_context(self._migrator.movable(self.claim, journal))

@@ -147,6 +147,8 @@ class ChoiceRunner:
         assert times.finish is not None
         self._metrics.request_queue_time.observe(sum(map(times.spent, _QUEUES)))
         self._metrics.request_prefill_time.observe(times.spent(Stage.PREFILL))
+        if (handoff_s := times.handoff_s) is not None:
+            self._metrics.request_handoff_time.observe(handoff_s)
         self._metrics.request_decode_time.observe(times.finish - times.first_token)
         self._metrics.e2e_request_latency.observe(times.finish - times.arrival)
         if self._demand is not None:

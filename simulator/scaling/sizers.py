@@ -30,6 +30,6 @@ class SizedByAutoscaler:
         decision = self.scaler.wake(present, now) or self.scaler.decide(present, now)
         if decision is None:
             return None
-        self.scaler.keep(decision)
+        self.scaler.keep(decision, present.wanted)
         self.decisions.append(decision)
         return decision.sizes

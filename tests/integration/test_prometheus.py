@@ -40,6 +40,7 @@ SHOWN_AS_ZERO = {
     "Alerts",
     "Alerts that fire",
     "Copies that were not made",
+    "Decisions of the autoscaler",
     "Events and lines that are lost",
     "Lines that wait for Kafka",
     "Phase of the latest rollout",

@@ -43,7 +43,7 @@ from telemetry.usage.totals import TOTALS, KafkaState, UsageTotals, write_totals
 
 FOLDER = Path(__file__).with_name("snapshots")
 RENEW = "TANDEM_RENEW_SNAPSHOTS"
-SAMPLE = ClusterSample(autoscaler=AutoscalerState(None, (), 0), rollout=RolloutState(2, RolloutPhase.CANARY, 0.1, (), {}, ""))
+SAMPLE = ClusterSample(autoscaler=AutoscalerState(None, ()), rollout=RolloutState(2, RolloutPhase.CANARY, 0.1, (), {}, ""))
 """Of a cluster that has everything of which there are metrics."""
 HELP_COLUMNS = 100
 

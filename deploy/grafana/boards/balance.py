@@ -61,6 +61,12 @@ _BETWEEN = row(
         about="From one decode worker to another, for a drain, a flip or for balance.",
     ).wide(),
     lines("Workers that changed their role", PER_S, rate("tandem:role_flips_total", "worker")).wide(),
+    lines(
+        "Decisions of the autoscaler",
+        PER_S,
+        rate("tandem:autoscaler_decisions_total", "role, direction").or_zero(),
+        about="up: more workers of the role are wanted; down: fewer. A flip is one of each.",
+    ).wide(),
 )
 
 BALANCE = Board(

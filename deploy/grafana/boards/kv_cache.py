@@ -11,6 +11,12 @@ _POOLS = row(
     TICKETS,
     lines("KV transfers in flight", "short", gauge("tandem:kv_transfers_in_flight", "worker")),
     lines(
+        "KV sent to other workers",
+        "Bps",
+        rate("tandem:kv_transfer_sent_bytes_total", "worker"),
+        about="Handed over, moved, copied or lent. Without what lay there already.",
+    ),
+    lines(
         "Preemptions",
         PER_S,
         rate("tandem:num_preemptions_total", "worker"),
@@ -37,9 +43,16 @@ _CACHES = row(
     lines("Cached blocks", "short", gauge("tandem:prefix_cache_blocks", "worker")),
     lines("Evicted blocks", PER_S, rate("tandem:prefix_cache_evictions_total", "worker")),
     lines("Tokens lent to other workers", PER_S, rate("tandem:lent_tokens_total", "worker")),
+    lines("KV lent to other workers", "Bps", rate("tandem:lent_bytes_total", "worker")),
     lines("Fetches that brought nothing", PER_S, rate("tandem:failed_fetches_total", "worker")),
     lines("Blocks that routers know of", "short", gauge("tandem:cache_index_blocks", "router")),
     lines("Memory of what they know", "bytes", gauge("tandem:cache_index_bytes", "router")),
+    lines(
+        "Age of what they know",
+        "s",
+        gauge("tandem:cache_index_age_seconds", "router", how="max"),
+        about="How long a router has waited for what it asked workers after a link came up or news got lost. 0 is whole.",
+    ),
     lines(
         "News about caches",
         PER_S,

@@ -25,7 +25,13 @@ _STAGES = row(
         "Wait", "tandem:request_queue_time_seconds", "At the router for room, and in the queue of a prefill worker."
     ).wide(),
     quantiles("Prefill", "tandem:request_prefill_time_seconds", "As the worker reports it.").wide(),
-    quantiles("Decode", "tandem:request_decode_time_seconds", "From the first to the last token.").wide(),
+    quantiles(
+        "Handoff",
+        "tandem:request_handoff_time_seconds",
+        "From the first token until the decode worker had the KV. A part of decode. What is sent while the prompt is still "
+        "computed takes nobody's time, and is not in it.",
+    ).wide(),
+    quantiles("Decode", "tandem:request_decode_time_seconds", "From the first to the last token, with the handoff.").wide(),
 )
 
 _OBJECTIVES = row(

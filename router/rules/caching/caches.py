@@ -21,16 +21,23 @@ _FRESH_S = 0.1
 
 OnNews = Callable[[int, int, int], None]
 """Is called with a message's number of keys, then with the blocks and the bytes of the whole index."""
+OnAge = Callable[[float], None]
+"""Is called with the age of the index, in seconds."""
 
 
 class Caches:
     """The index of one router, and who fills it."""
 
-    def __init__(self, index: CacheIndex | None = None, on_news: OnNews = lambda *_: None) -> None:
-        """`on_news` hears of every message that counts."""
+    def __init__(
+        self, index: CacheIndex | None = None, on_news: OnNews = lambda *_: None, on_age: OnAge = lambda _: None
+    ) -> None:
+        """`on_news` hears of every message that counts, and `on_age` of the index's age while it is not 0, and of its end."""
         self._index = index or CacheIndex()
         self._on_news = on_news
+        self._on_age = on_age
         self._followers: dict[str, CacheFollower] = {}
+        self._asked_at: dict[str, float] = {}
+        """When workers were asked that have not told all of it yet, in the order in which they were."""
 
     @property
     def num_blocks(self) -> int:
@@ -46,14 +53,29 @@ class Caches:
         """Return how many leading blocks of these keys each worker holds, as far as is known."""
         return self._index.held(keys)
 
-    def follow(self, life: WorkerLife, tell: Callable[[CacheAsk], None]) -> CacheFollower:
-        """Follow this life of a worker, which `tell` sends messages to."""
+    def age(self, now: float) -> float:
+        """Seconds since the index was whole: since the first question that is not answered in full; 0 if all of them are."""
+        return next((max(0.0, now - asked_at) for asked_at in self._asked_at.values()), 0.0)
+
+    def beat(self, now: float) -> None:
+        """Tell the age of an index that is not whole."""
+        if self._asked_at:
+            self._on_age(self.age(now))
+
+    def follow(self, life: WorkerLife, tell: Callable[[CacheAsk], None], now: float) -> CacheFollower:
+        """Follow this life of a worker, which `tell` sends messages to, and ask for all that it holds."""
         self._index.drop(life.worker_id)
         follower = self._followers[life.worker_id] = CacheFollower(life, self, tell)
-        tell(CacheAsk())
+        self._asked_at.pop(life.worker_id, None)
+        follower.ask(now)
         return follower
 
-    def changed(self, follower: CacheFollower, news: CacheNews) -> None:
+    def asked(self, follower: CacheFollower, now: float) -> None:
+        """Note that a worker was asked for all that it holds. If an earlier question is unanswered, its moment counts."""
+        if self._followers.get(follower.life.worker_id) is follower:
+            self._asked_at.setdefault(follower.life.worker_id, now)
+
+    def changed(self, follower: CacheFollower, news: CacheNews, now: float) -> None:
         """Take over what a worker tells, unless another life of it is followed by now."""
         worker_id = follower.life.worker_id
         if self._followers.get(worker_id) is not follower:
@@ -66,13 +88,21 @@ class Caches:
             self._index.lost(worker_id, news.lost)
         num_keys = (len(news.gained) + len(news.lost)) // SHORT_BYTES
         self._on_news(num_keys, self.num_blocks, self.num_bytes)
+        if not news.left:
+            self._whole(worker_id, now)
 
-    def leave(self, follower: CacheFollower) -> None:
+    def leave(self, follower: CacheFollower, now: float) -> None:
         """Forget what this life of a worker held."""
         worker_id = follower.life.worker_id
         if self._followers.get(worker_id) is follower:
             del self._followers[worker_id]
             self._index.drop(worker_id)
+            self._whole(worker_id, now)
+
+    def _whole(self, worker_id: str, now: float) -> None:
+        """Nothing is missing of this worker any more."""
+        if self._asked_at.pop(worker_id, None) is not None:
+            self._on_age(self.age(now))
 
 
 class CacheFollower:
@@ -87,7 +117,13 @@ class CacheFollower:
         self._left = 0
         """Parts of all that is held which are still to come."""
 
-    def hear(self, news: CacheNews) -> None:
+    def ask(self, now: float) -> None:
+        """Ask for all that the worker holds."""
+        self._number = None
+        self._caches.asked(self, now)
+        self._tell(CacheAsk())
+
+    def hear(self, news: CacheNews, now: float) -> None:
         """Take the next message. One that is malformed, or of another life, counts as if it had not come."""
         size = len(news.gained) + len(news.lost)
         if (news.worker_id, news.epoch) != self.life or size > MOST_KEYS * SHORT_BYTES:
@@ -98,15 +134,14 @@ class CacheFollower:
             return  # from before the question
         expected = (self._number, self._left - 1) if self._left else ((self._number or 0) + 1, 0)
         if not news.begins and (news.number, news.left) != expected:
-            self._number = None
-            self._tell(CacheAsk())
+            self.ask(now)
             return
         self._number, self._left = news.number, news.left
-        self._caches.changed(self, news)
+        self._caches.changed(self, news, now)
 
-    def leave(self) -> None:
+    def leave(self, now: float) -> None:
         """Forget what the worker holds, because its link is lost."""
-        self._caches.leave(self)
+        self._caches.leave(self, now)
 
 
 class CachedParts(Mapping[str, int]):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from autoscaler.capacity import Capacity, Pace, Slo, WorkerLimits
 from autoscaler.demand import Lengths
-from autoscaler.limits import ranges_at, within
+from autoscaler.limits import Budget, budgets_of, ranges_at, within
 from autoscaler.policy import Holds, Need, decide, with_spare
 from configs.autoscale import AutoscaleConfig, SizeRange
 from configs.loader import load_config
@@ -32,14 +32,19 @@ lengths = st.builds(
 )
 
 
+def workers(most: int) -> Budget:
+    """So many of both roles together."""
+    return Budget(most, {PREFILL: 1.0, DECODE: 1.0})
+
+
 class Running:
     """A policy under way, one look a second."""
 
-    def __init__(self, sizes: dict[Role, int], most: int | None = None, *, flips: bool = True) -> None:
+    def __init__(self, sizes: dict[Role, int], *budgets: Budget, flips: bool = True) -> None:
         self.sizes = sizes
         self.holds = Holds(HOLD_S)
         self.now = 0.0
-        self.most = most
+        self.budgets = budgets
         self.flips = flips
 
     def look(self, prefill: int, decode: int, seconds: int = 1, *, keep: int = 0) -> dict[Role, int]:
@@ -54,7 +59,7 @@ class Running:
                 self.holds,
                 self.sizes,
                 RANGES,
-                self.most,
+                self.budgets,
                 self.now,
                 hold_s=HOLD_S,
                 flips=self.flips,
@@ -121,9 +126,51 @@ def test_what_is_still_needed_does_not_go_over() -> None:
 
 
 def test_the_budget_is_kept() -> None:
-    policy = Running({PREFILL: 2, DECODE: 2}, most=6)
+    policy = Running({PREFILL: 2, DECODE: 2}, workers(6))
     policy.look(2, 2, 60)
     assert sum(policy.look(8, 8).values()) == 6
+
+
+def test_gpus_count_by_what_a_worker_of_the_role_takes() -> None:
+    policy = Running({PREFILL: 1, DECODE: 1}, Budget(16, {PREFILL: 4.0, DECODE: 1.0}), flips=False)
+    assert policy.look(3, 8) == {PREFILL: 2, DECODE: 8}, "20 GPUs are wanted, and prefill has the most of them to spare"
+    assert policy.look(2, 8) == {PREFILL: 2, DECODE: 8}
+
+
+def test_a_flip_takes_no_further_gpu() -> None:
+    policy = Running({PREFILL: 2, DECODE: 5}, Budget(7 * 0.3333, {PREFILL: 0.3333, DECODE: 0.3333}))
+    policy.look(2, 5, 60)
+    policy.look(2, 3, 20)
+    assert policy.look(4, 3) == {PREFILL: 4, DECODE: 3}
+    assert policy.look(5, 3) == {PREFILL: 4, DECODE: 3}, "an eighth worker is one too many"
+
+
+@given(
+    needs=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=150),
+    gpus=st.tuples(st.sampled_from([0.0, 0.25, 0.3333, 1.0, 2.0, 8.0]), st.sampled_from([0.25, 0.3333, 1.0, 2.0, 4.0])),
+    more=st.floats(0, 40),
+    most=st.none() | st.integers(2, 16),
+    flips=st.booleans(),
+)
+def test_no_needs_take_more_gpus_than_there_may_be(
+    needs: list[tuple[int, int]], gpus: tuple[float, float], more: float, most: int | None, flips: bool
+) -> None:
+    """Of any budget that has room for one worker of each role. Only workers of roles that are alike can flip."""
+    each = dict(zip((PREFILL, DECODE), gpus, strict=True))
+    budget = Budget(sum(gpus) + more, each)
+    budgets = (budget,) if most is None else (workers(most), budget)
+    policy = Running({PREFILL: 1, DECODE: 1}, *budgets, flips=flips and gpus[0] == gpus[1])
+    for prefill, decode in needs:
+        before = dict(policy.sizes)
+        sizes = policy.look(prefill, decode)
+        taken = sum(each[role] * size for role, size in sizes.items())
+        assert taken <= budget.most + 0.001
+        assert most is None or sum(sizes.values()) <= most
+        for role, need in ((PREFILL, prefill), (DECODE, decode)):
+            asked = max(before[role], RANGES[role].clamp(need))
+            assert RANGES[role].least <= sizes[role] <= asked
+            if sizes[role] < RANGES[role].clamp(need) and most is None:
+                assert taken + each[role] > budget.most + 0.001, "nobody is refused for whom there is room"
 
 
 @given(
@@ -132,7 +179,7 @@ def test_the_budget_is_kept() -> None:
     flips=st.booleans(),
 )
 def test_any_needs(needs: list[tuple[int, int]], most: int | None, flips: bool) -> None:
-    policy = Running({PREFILL: 1, DECODE: 1}, most, flips=flips)
+    policy = Running({PREFILL: 1, DECODE: 1}, *(() if most is None else [workers(most)]), flips=flips)
     for prefill, decode in needs:
         before = dict(policy.sizes)
         sizes = policy.look(prefill, decode)
@@ -187,24 +234,40 @@ def test_a_schedule_holds_at_its_hours() -> None:
     st.one_of(st.none(), st.tuples(st.integers(0, 3), st.integers(1, 4))),
     st.tuples(st.integers(0, 4), st.integers(1, 4)),
     st.integers(1, 8),
+    st.tuples(st.sampled_from([0.5, 1.0, 2.0]), st.sampled_from([1, 2]), st.floats(0.5, 16)),
 )
 def test_no_budget_puts_a_role_back_to_sleep_that_a_request_has_woken(
-    disaggregation: str, decode: tuple[int, int], prefill: tuple[int, int] | None, workers: tuple[int, int], most: int
+    disaggregation: str,
+    decode: tuple[int, int],
+    prefill: tuple[int, int] | None,
+    numbers: tuple[int, int],
+    most: int,
+    gpus: tuple[float, int, float],
 ) -> None:
     """Of all configurations that are accepted. A role without a range keeps its workers, which count, too."""
-    values: dict[str, Any] = {"disaggregation": disaggregation, "prefill.workers": workers[0], "decode.workers": workers[1]}
+    values: dict[str, Any] = {"disaggregation": disaggregation, "prefill.workers": numbers[0], "decode.workers": numbers[1]}
+    values |= {"prefill.resources": {"GPU": gpus[0]}, "decode.resources": {"GPU": 1}, "decode.tensor_parallel_size": gpus[1]}
     sizes = f"decode={decode[0]}..{decode[1]}" + ("" if prefill is None else f",prefill={prefill[0]}..{prefill[1]}")
     try:
-        config = load_config(None, values | {"autoscale.sizes": sizes, "autoscale.max_workers": most})
+        config = load_config(
+            None, values | {"autoscale.sizes": sizes, "autoscale.max_workers": most, "autoscale.max_gpus": gpus[2]}
+        )
     except ConfigError:
         return
-    ranges, present = ranges_at(config.autoscale, 0.0), {PREFILL: workers[0], DECODE: workers[1]}
+    ranges, present = ranges_at(config.autoscale, 0.0), {PREFILL: numbers[0], DECODE: numbers[1]}
     needed = needed_roles(config)
     least = {role: ranges[role].least if role in ranges else present[role] for role in present}
     woken = {role: max(1, number) if role in needed else number for role, number in least.items()}
-    assert within(woken, ranges, config.autoscale.max_workers) == woken
+    assert within(woken, ranges, budgets_of(config.autoscale, {PREFILL: gpus[0], DECODE: float(gpus[1])})) == woken
 
 
 def test_the_role_with_the_most_to_spare_gives() -> None:
-    assert within({PREFILL: 3, DECODE: 8}, RANGES, 6) == {PREFILL: 3, DECODE: 3}
-    assert within({PREFILL: 1, DECODE: 0}, RANGES, 1) == {PREFILL: 1, DECODE: 0}
+    assert within({PREFILL: 3, DECODE: 8}, RANGES, [workers(6)]) == {PREFILL: 3, DECODE: 3}
+    assert within({PREFILL: 1, DECODE: 0}, RANGES, [workers(1)]) == {PREFILL: 1, DECODE: 0}
+
+
+def test_what_is_on_standby_has_its_gpus_already() -> None:
+    config = AutoscaleConfig.model_validate({"sizes": {"decode": "1..4"}, "standby": 1, "max_gpus": 8})
+    [budget] = budgets_of(config, {PREFILL: 2.0, DECODE: 2.0})
+    assert not budget.exceeded_by({PREFILL: 1, DECODE: 2})
+    assert budget.exceeded_by({PREFILL: 1, DECODE: 3})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from autoscaler.capacity import WorkerLimits
 from autoscaler.scaler import Autoscaler, Present, ScalerRecord
 from configs.loader import load_config
 from configs.paced.profile import load_paced_profile
-from protocol.cluster_view import DemandCounts, RouterObservation, WorkerSeen
+from protocol.cluster_view import DemandCounts, RouterObservation, SizeChanges, SizeDecision, WorkerSeen
 from protocol.messages import Role
 
 PREFILL, DECODE = Role.PREFILL, Role.DECODE
@@ -29,10 +30,18 @@ class Running:
     """An autoscaler that is asked once a second, and obeyed at once."""
 
     def __init__(
-        self, now: float = 0.0, record: ScalerRecord | None = None, needed: tuple[Role, ...] = (DECODE,), **values: Any
+        self,
+        now: float = 0.0,
+        record: ScalerRecord | None = None,
+        needed: tuple[Role, ...] = (DECODE,),
+        gpus: tuple[int, int] = (0, 0),
+        **values: Any,
     ) -> None:
+        """`gpus`: of a worker of each role."""
         defaults = {"sizes": "prefill=1..8,decode=0..8", "hold_s": 30.0, "idle_s": 60.0}
-        self.config = load_config(None, {f"autoscale.{key}": value for key, value in (defaults | values).items()})
+        pools = zip(("prefill", "decode"), gpus, strict=True)
+        reserved = {f"{role}.resources": {"GPU": number} for role, number in pools if number}
+        self.config = load_config(None, reserved | {f"autoscale.{key}": value for key, value in (defaults | values).items()})
         self.now = now
         self.asked = 0.0
         self.counts = DemandCounts()
@@ -47,6 +56,7 @@ class Running:
             needed=needed,
             flips=True,
             now=now,
+            gpus={PREFILL: self.config.prefill.gpus, DECODE: self.config.decode.gpus},
             record=record or ScalerRecord(),
         )
 
@@ -70,7 +80,7 @@ class Running:
         present = Present(self.sizes, {**self.sizes, PREFILL: self.sizes[PREFILL] - self.missing}, 5.0)
         decision = self.scaler.wake(present, self.now) or self.scaler.decide(present, self.now)
         if decision is not None:
-            self.scaler.keep(decision)
+            self.scaler.keep(decision, self.sizes)
             self.sizes = dict(decision.sizes)
 
     def seconds(self, number: int, rate: float = 0.0) -> dict[Role, int]:
@@ -87,7 +97,19 @@ def test_it_grows_with_the_demand_and_says_why() -> None:
     assert reason.startswith("prefill 1 → ")
     assert "requests/s of 4000 + 100 tokens" in reason
     assert running.seconds(180, 2.0)[PREFILL] == 1
-    assert running.scaler.num_decisions == len(running.scaler.decisions)
+    sizes = [1, *(decision.sizes[PREFILL] for decision in running.scaler.decisions)]
+    steps = [after - before for before, after in pairwise(sizes)]
+    counted = {changes.role: (changes.up, changes.down) for changes in running.scaler.changes}
+    assert counted == {PREFILL: (sum(step > 0 for step in steps), sum(step < 0 for step in steps)), DECODE: (0, 0)}
+    assert min(counted[PREFILL]) >= 1
+
+
+def test_a_flip_is_one_change_up_and_one_down_and_both_outlive_the_controller() -> None:
+    running = Running()
+    running.scaler.keep(SizeDecision(1.0, {PREFILL: 2, DECODE: 1}, "a flip"), {PREFILL: 1, DECODE: 2})
+    again = Running(record=running.scaler.record())
+    again.scaler.keep(SizeDecision(2.0, {PREFILL: 3, DECODE: 1}, "more"), {PREFILL: 2, DECODE: 1})
+    assert again.scaler.changes == (SizeChanges(PREFILL, up=2), SizeChanges(DECODE, down=1))
 
 
 def test_what_nobody_asks_goes_to_sleep_and_a_request_wakes_it() -> None:
@@ -99,6 +121,18 @@ def test_what_nobody_asks_goes_to_sleep_and_a_request_wakes_it() -> None:
     running.second(waiting=1)
     assert running.sizes == {PREFILL: 1, DECODE: 1}
     assert running.scaler.decisions[-1].reason == "decode 0 → 1: a request waits"
+
+
+def test_who_is_woken_keeps_the_budget() -> None:
+    running = Running(needed=(PREFILL, DECODE), gpus=(2, 1), sizes="prefill=0..8,decode=0..8", max_gpus=5)
+    running.sizes = {PREFILL: 0, DECODE: 5}
+    running.second(waiting=1)
+    assert running.sizes == {PREFILL: 1, DECODE: 3}
+    assert running.scaler.decisions[-1].reason.startswith("prefill 0 → 1: a request waits")
+    running.scaler.pause("by hand")
+    running.sizes = {PREFILL: 0, DECODE: 5}
+    running.second(waiting=1)
+    assert running.sizes == {PREFILL: 1, DECODE: 5}, "what an operator has said stays"
 
 
 def test_paused_it_wakes_and_does_nothing_else() -> None:
@@ -182,14 +216,16 @@ def test_a_worker_that_never_comes_keeps_nobody_from_going() -> None:
     assert running.seconds(60, 1.0)[PREFILL] < grown[PREFILL]
 
 
-@given(st.lists(st.tuples(st.floats(0.0, 60.0), st.integers(1, 20)), min_size=1, max_size=12))
-def test_any_demand(steps: list[tuple[float, int]]) -> None:
-    running = Running(max_workers=10)
+@given(st.lists(st.tuples(st.floats(0.0, 60.0), st.integers(1, 20)), min_size=1, max_size=12), st.booleans())
+def test_any_demand(steps: list[tuple[float, int]], by_gpus: bool) -> None:
+    running = Running(gpus=(4, 1), max_gpus=14) if by_gpus else Running(max_workers=10)
     for rate, seconds in steps:
-        sizes = running.seconds(seconds, rate)
-        assert 1 <= sizes[PREFILL] <= 8
-        assert 0 <= sizes[DECODE] <= 8
-        assert sum(sizes.values()) <= 10
+        for _ in range(seconds):
+            running.second(rate)
+            sizes = running.sizes
+            assert 1 <= sizes[PREFILL] <= 8
+            assert 0 <= sizes[DECODE] <= 8
+            assert (4 * sizes[PREFILL] + sizes[DECODE] <= 14) if by_gpus else sum(sizes.values()) <= 10
 
 
 @pytest.mark.parametrize("step_s", [-86_400.0, -3600.0, -20.0, 20.0, 3600.0, 86_400.0])

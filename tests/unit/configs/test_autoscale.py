@@ -13,6 +13,14 @@ from configs.loader import load_config
 from protocol.errors import ConfigError
 
 SIZES = "prefill=1..3,decode=0..4"
+ON_GPUS = {
+    "autoscale.sizes": SIZES,
+    "prefill.resources": {"GPU": 2},
+    "prefill.tensor_parallel_size": 2,
+    "decode.resources": {"GPU": 1},
+}
+"""A prefill worker takes four GPUs, and a decode worker one. At least one of each is needed, for a request wakes decode."""
+TWO_RANKS = {"decode.tensor_parallel_size": 2}
 
 
 def test_flags_and_yaml_say_the_same(tmp_path: Path) -> None:
@@ -85,6 +93,22 @@ def test_a_schedule_may_say_when(tmp_path: Path) -> None:
             {"autoscale.sizes": "prefill=1..2", "autoscale.max_workers": 4, "decode.workers": 4},
             "autoscale.max_workers",
             "fewer than the least of all roles together .* 5",
+        ),
+        (
+            {"autoscale.sizes": SIZES, "autoscale.max_gpus": 4},
+            "autoscale.max_gpus",
+            "none does: name GPU in prefill.resources and decode.resources",
+        ),
+        (
+            {"autoscale.sizes": SIZES, "autoscale.max_gpus": 4, "engine": "paced", "decode.resources": {"GPU": 1}},
+            "autoscale.max_gpus",
+            "none does",
+        ),
+        ({**ON_GPUS, "autoscale.max_gpus": 4.5}, "autoscale.max_gpus", "fewer than the least of all roles together .*: 5"),
+        (
+            {**ON_GPUS, "autoscale.max_gpus": 8, "autoscale.standby": 1, "decode.resources": {"GPU": 2}, **TWO_RANKS},
+            "autoscale.max_gpus",
+            "with those on standby: 12",
         ),
         ({"autoscale.sizes": "decode=1.."}, "autoscale.sizes.decode", "1.."),
         ({"decode.workers": 0}, "decode.workers", "nobody would answer"),

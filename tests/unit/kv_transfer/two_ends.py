@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -127,6 +127,8 @@ class World:
     transports: Sequence[SendTransport]
     """Of one rank; more ranks than one have gloo or loopback."""
     progress: StepProgress
+    sent: list[int] = field(default_factory=list)
+    """Bytes of KV that have left, push by push."""
 
     @property
     def source(self) -> KVPool:
@@ -139,6 +141,8 @@ class World:
             SECRET,
             layout,
             [LocalSendRank(each.layers(), each.block_size, self.transports, self.progress, LEASE_S) for each in self.sources],
+            head_bytes=self.source.head_bytes,
+            on_sent=self.sent.append,
             connect_s=5,
             lease_s=LEASE_S,
             heartbeat_s=1,

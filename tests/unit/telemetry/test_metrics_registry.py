@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from protocol.cluster_view import WorkerState
+from protocol.cluster_view import AutoscalerState, SizeChanges, WorkerState
 from protocol.messages import Brought, DecodeLoad, Duty, GpuReport, LoadReport, Role, TierReport
 from telemetry.cluster_metrics import ClusterSample, WorkerSample
 from telemetry.metrics import MOST_TENANTS, OTHERS, Metrics
@@ -25,6 +25,8 @@ REPORT = LoadReport(
     steps=9,
     busy_s=1.5,
     step_age_s=0.1,
+    lent_bytes=3000,
+    sent_bytes=9000,
     cached_blocks=7,
     prefix_cache_queries=640,
     prefix_cache_hits=480,
@@ -70,6 +72,8 @@ def test_workers_are_read_at_scrape_time() -> None:
     assert after["tandem:prefix_cache_queries_total", ("decode", "d0")] == 640
     assert after["tandem:prefix_cache_hits_total", ("decode", "pool", "d0")] == 480
     assert after["tandem:prefix_cache_hits_total", ("decode", "peer", "d0")] == 0
+    assert after["tandem:lent_bytes_total", ("decode", "d0")] == 3000
+    assert after["tandem:kv_transfer_sent_bytes_total", ("decode", "d0")] == 9000
     assert after["tandem:num_preemptions_total", ("decode", "d0")] == 5
     assert after["tandem:spec_decode_num_draft_tokens_total", ("decode", "d0")] == 40
     assert after["tandem:spec_decode_num_accepted_tokens_total", ("decode", "d0")] == 30
@@ -88,6 +92,18 @@ def test_workers_are_read_at_scrape_time() -> None:
     assert tiered["tandem:prefix_cache_hits_total", ("decode", "disk", "d0")] == 80
     samples.clear()
     assert ("tandem:num_requests_running", ("decode", "d0")) not in read(metrics), "a gone worker leaves no gauge behind"
+
+
+def test_the_autoscalers_decisions_are_told_by_role_and_direction() -> None:
+    state = AutoscalerState("by hand", (), (SizeChanges(Role.PREFILL, up=3, down=1), SizeChanges(Role.DECODE)))
+    told = read(Metrics("m", lambda: ClusterSample(autoscaler=state)))
+    assert {key: value for key, value in told.items() if key[0].startswith("tandem:autoscaler_")} == {
+        ("tandem:autoscaler_decisions_total", ("up", "prefill")): 3,
+        ("tandem:autoscaler_decisions_total", ("down", "prefill")): 1,
+        ("tandem:autoscaler_decisions_total", ("up", "decode")): 0,
+        ("tandem:autoscaler_decisions_total", ("down", "decode")): 0,
+        ("tandem:autoscaler_paused", ()): 1,
+    }
 
 
 def test_gpus_tell_what_is_known_of_them() -> None:

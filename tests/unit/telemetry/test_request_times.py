@@ -89,12 +89,24 @@ def test_a_whole_answer(monkeypatch: pytest.MonkeyPatch) -> None:
         "decode_gap": 2.0,
         "send": 0.5,
     }
+    assert times.handoff_s == 4.0
     report = times.report(clock.now)
     assert (report["ttft"], report["total"], report["token_gaps"], report["resumes"]) == (11.0, 43.0, [11.0, 10.0, 11.0], 0)
     decode = [stretch for stretch in times.line(clock.now) if stretch.stage is Stage.DECODE_STEP]
     assert [(stretch.start - 100, stretch.end - 100) for stretch in decode] == [(16.0, 43.0)]
     summary = times.summary(clock.now)
     assert (summary["longest_gap_s"], summary["ttft_s"], summary["queue_s"]) == (11.0, 11.0, 2.0)
+
+
+def test_nothing_is_handed_over_where_decode_computes_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    times = RequestTimes(clock.now)
+    happen(times, clock, "prefilled", 2.0, 1.0)
+    assert times.handoff_s is None
+    times.attached(0.0, handed_over=False)
+    assert times.handoff_s is None
+    happen(times, clock, "attached", 2.0, 1.0)
+    assert times.handoff_s == 2.0, "a later attempt's was"
 
 
 def test_a_second_attempt_waits_again_and_the_first_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,13 @@ FAST = {"heartbeat_s": 0.05, "lease_s": 1.0, "queue_s": 5.0}
 Run = Callable[..., None]
 
 
+def handoffs(cluster: Any) -> float:
+    """How many requests had their KV handed over."""
+    text = cluster.router.metrics.render(cluster.router.metrics.sample()).decode()
+    [line] = [line for line in text.splitlines() if line.startswith("tandem:request_handoff_time_seconds_count")]
+    return float(line.rsplit(" ", 1)[1])
+
+
 def decisions(cluster: Any) -> dict[str, float]:
     """How many prompts were computed here, and how many there."""
     found = {"here": 0.0, "there": 0.0}
@@ -33,6 +40,7 @@ def test_without_any_prefill_worker(run_cluster: Run) -> None:
         assert reserve.own_tokens == 1
         assert (attach.first_token, attach.num_generated) == (None, 0)
         assert decisions(cluster) == {"here": 1.0, "there": 0.0}
+        assert handoffs(cluster) == 0
         await cluster.clean()
         assert (await cluster.http.get("/health")).status_code == 200
         assert (await cluster.http.get("/admin/audit")).json() == {"leaks": []}
@@ -126,6 +134,7 @@ def test_auto_prefers_who_is_idle(run_cluster: Run) -> None:
         cluster.script.prompt_token_s = 0.01
         assert (await cluster.complete(max_tokens=2)).status_code == 200
         assert decisions(cluster)["there"] == 1, "nothing is known yet"
+        assert handoffs(cluster) == 1
         cluster.prefill[0].gate.clear()
         waiting: list[Any] = []
         before = decisions(cluster)

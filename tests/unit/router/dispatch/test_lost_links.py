@@ -12,6 +12,7 @@ from protocol.errors import WorkerLostError
 from protocol.messages import WorkerRef
 from protocol.wire import WireClient
 from router.dispatch.links import WorkerLink
+from router.rules.caching.caches import Caches
 
 
 class Connection:
@@ -54,3 +55,27 @@ def test_streams_fail_though_the_next_life_is_heard_of_meanwhile(turns: int) -> 
         await asyncio.gather(running, return_exceptions=True)
 
     asyncio.run(scenario())
+
+
+def test_each_beat_tells_how_long_a_worker_has_not_said_what_it_holds() -> None:
+    ages: list[float] = []
+    told = asyncio.Semaphore(0)
+
+    def tell(age: float) -> None:
+        ages.append(age)
+        told.release()
+
+    async def scenario() -> None:
+        connection = Connection()
+        ref = WorkerRef("decode-0", 1, "tcp://127.0.0.1:1")
+        limits = LimitsConfig(heartbeat_s=0.01)
+        link = WorkerLink(ref, cast(WireClient, connection), limits, lambda: None, lambda: None, Caches(on_age=tell))
+        running = asyncio.create_task(link.run())
+        await told.acquire()
+        await told.acquire()
+        connection.broken.set()
+        await running
+
+    asyncio.run(asyncio.wait_for(scenario(), 5))
+    assert 0 < ages[0] < ages[1]
+    assert ages[-1] == 0.0, "nothing is expected of a worker whose link is lost"

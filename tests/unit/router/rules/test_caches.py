@@ -32,7 +32,7 @@ class Worker:
         self._loses = loses
         self._answers: list[Any] = []
         self.asks = 0
-        self.follower = caches.follow(LIFE, self._asked)
+        self.follower = caches.follow(LIFE, self._asked, 0.0)
 
     def _asked(self, message: CacheAsk) -> None:
         self.asks += 1
@@ -52,7 +52,7 @@ class Worker:
         under_way, self.sent = self.sent, []
         for message in under_way:
             if message in self._answers or not self._loses():
-                self.follower.hear(message)
+                self.follower.hear(message, 0.0)
 
 
 async def told(worker: Worker) -> None:
@@ -132,13 +132,13 @@ def test_who_asks_beside_changes_that_wait_hears_of_what_becomes_of_them() -> No
         await told(worker)
         worker.deliver()
         worker.compute([2] * 9)  # waits to be told
-        follower = second.follow(LIFE, lambda message: worker.teller.ask(b"second", message))
+        follower = second.follow(LIFE, lambda message: worker.teller.ask(b"second", message), 0.0)
         worker.compute([3] * 30)  # evicts the others
         worker.compute([1] * 9)
         await told(worker)
         for message in worker.sent:
-            worker.follower.hear(message)
-            follower.hear(message)
+            worker.follower.hear(message, 0.0)
+            follower.hear(message, 0.0)
         for caches in (first, second):
             assert known(caches, worker, [[1] * 9, [2] * 9, [3] * 30])
             assert caches.num_blocks == len(list(worker.cache.keys()))
@@ -151,18 +151,41 @@ def test_a_lost_link_and_a_former_life_leave_nothing() -> None:
     worker = Worker(caches, 10)
     worker.deliver()
     news = CacheNews("prefill-0", 3, 1, False, 0, b"".join(key[:8] for key in keys), b"")
-    worker.follower.hear(CacheNews("prefill-0", 2, 1, False, 0, news.gained, b""))
-    worker.follower.hear(CacheNews("prefill-0", 3, 1, False, 0, news.gained[:5], b""))
+    worker.follower.hear(CacheNews("prefill-0", 2, 1, False, 0, news.gained, b""), 0.0)
+    worker.follower.hear(CacheNews("prefill-0", 3, 1, False, 0, news.gained[:5], b""), 0.0)
     assert dict(caches.held(keys)) == {}
-    worker.follower.hear(news)
+    worker.follower.hear(news, 0.0)
     assert dict(caches.held(keys)) == {"prefill-0": 2}
-    later = caches.follow(WorkerLife("prefill-0", 4), lambda message: None)
+    later = caches.follow(WorkerLife("prefill-0", 4), lambda message: None, 0.0)
     assert dict(caches.held(keys)) == {}
-    later.hear(CacheNews("prefill-0", 4, 0, True, 0, news.gained, b""))
-    worker.follower.leave()
+    later.hear(CacheNews("prefill-0", 4, 0, True, 0, news.gained, b""), 0.0)
+    worker.follower.leave(0.0)
     assert dict(caches.held(keys)) == {"prefill-0": 2}
-    later.leave()
+    later.leave(0.0)
     assert dict(caches.held(keys)) == {}
+
+
+def test_the_index_is_as_old_as_the_first_question_that_is_not_answered_in_full() -> None:
+    told: list[float] = []
+    caches = Caches(on_age=told.append)
+    one = caches.follow(LIFE, lambda message: None, 10.0)
+    other = caches.follow(WorkerLife("decode-0", 1), lambda message: None, 11.0)
+    caches.beat(12.0)
+    assert told == [2.0]
+    one.hear(CacheNews("prefill-0", 3, 0, True, 1, b"k" * 8, b""), 12.0)
+    assert caches.age(12.0) == 2.0, "a part of it is still to come"
+    one.hear(CacheNews("prefill-0", 3, 0, False, 0, b"l" * 8, b""), 12.5)
+    assert told == [2.0, 1.5]
+    other.hear(CacheNews("decode-0", 1, 0, True, 0, b"", b""), 13.0)
+    caches.beat(14.0)
+    assert told == [2.0, 1.5, 0.0], "whole is whole, however long ago the latest news came"
+    one.hear(CacheNews("prefill-0", 3, 2, False, 0, b"m" * 8, b""), 20.0)
+    assert caches.age(21.0) == 1.0, "a message is missing"
+    later = caches.follow(WorkerLife("prefill-0", 4), lambda message: None, 24.0)
+    one.leave(25.0)
+    assert caches.age(25.0) == 1.0, "a former life says nothing of this one"
+    later.leave(26.0)
+    assert told[-1] == caches.age(26.0) == 0.0
 
 
 def test_without_a_router_nothing_is_kept() -> None:
