@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from protocol.messages import FAILED_LATE_S, LoadReport
 from router.rules.caching.reach import NotLending
-from router.rules.disaggregation import PrefillCosts
+from router.rules.disaggregation import PrefillCosts, PromptUnderWay
 from router.rules.fair_queue import ANYBODY
 from router.rules.pace import PaceMeter
 from router.rules.pair import Pair
@@ -78,6 +78,8 @@ class Claim:
     waits: bool
     """Other prompts go before it where it is computed."""
     claimed_at: float
+    under_way: PromptUnderWay | None
+    """The prompt, if it waits neither for others nor for what it fetches."""
 
 
 class Claims:
@@ -160,6 +162,8 @@ class Claims:
             learned.costs.fetched(brought.peer_tokens, brought.peer_s, now)
         elif claim.pair.fetch_from is not None and brought.peer_s > FAILED_LATE_S:
             learned.not_lent(claim.pair.fetch_from, now)
+        if claim.under_way is not None:
+            learned.costs.ended(claim.under_way)
         learned.costs.prefilled(claim.pair.here, len(request.token_ids) - request.cached, took_s, now)
 
     def _attached(self, claim: Claim, asked_at: float) -> None:

@@ -263,7 +263,9 @@ class Router:
 
     def _claimed(self, waiting: _Waiting, pair: Pair, granted: Granted) -> None:
         """The request has its pair: it leaves the line, and its prompt is sent."""
-        computing = self._known[pair.computes]
+        computing, now = self._known[pair.computes], self._clock.now
+        waits = computing.load().queued_tokens > 0
+        alone = self._learned.learns and not waits and pair.fetch_from is None
         self.decisions["here" if pair.here else "there"] += 1
         claim = Claim(
             request=waiting.request,
@@ -272,11 +274,12 @@ class Router:
             granted=granted,
             decode=self._decodes[pair.decode],
             computing=computing,
-            waits=computing.load().queued_tokens > 0,
-            claimed_at=self._clock.now,
+            waits=waits,
+            claimed_at=now,
+            under_way=self._learned.costs.begun(pair.here, pair.num_missing, now) if alone else None,
         )
         del self._waiting[waiting.entry]
-        self._line.leave(waiting.entry, self._clock.now, served=True)
+        self._line.leave(waiting.entry, now, served=True)
         self._claims.begin(claim)
         self._call()
 

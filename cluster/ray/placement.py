@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Mapping, Sequence
 
-from cluster.memory import CLUSTER_BYTES, ROUTER_BYTES, WorkerMemory, in_gb, tier_bytes
+from cluster.memory import CLUSTER_BYTES, ROUTER_BYTES, WorkerMemory, computes_on_processor, in_gb, tier_bytes
 from configs.machine import memory_bytes
 from configs.schema import ClusterConfig, PoolConfig
 from protocol.errors import InvalidRequestError
@@ -81,6 +81,23 @@ def threads_per_rank(config: ClusterConfig, role: Role, nodes: Sequence[Resource
     workers = sum(max(1, pool_of(config, each).workers) for each in Role if config.has_workers(each.value))
     share = min(sum(cores) // workers, max(cores, default=1))
     return max(1, (pool.threads or share) // pool.tensor_parallel_size)
+
+
+def crowding(config: ClusterConfig, cores: int) -> str | None:
+    """Say that the workers at the start compute with more threads than a machine of so many cores has; None if they don't.
+
+    Then they take turns on its cores, and a step takes several times what was measured for a worker that has cores of its own.
+    """
+    nodes = [{"CPU": float(cores)}]
+    pools = {role: pool_of(config, role) for role in Role}
+    computing = {role: pool for role, pool in pools.items() if pool.workers and computes_on_processor(config, pool)}
+    threads = sum(
+        pool.workers * pool.tensor_parallel_size * threads_per_rank(config, role, nodes) for role, pool in computing.items()
+    )
+    if threads <= cores:
+        return None
+    workers = " and ".join(f"{pool.workers} {role.value}" for role, pool in computing.items())
+    return f"{workers} workers compute with {threads} threads on {cores} core{'s' if cores > 1 else ''}"
 
 
 class Room:

@@ -63,7 +63,7 @@ class PromptWork:
         self.ahead = ahead
         self.waits = link.load().queued_tokens > 0
         """Other prompts were there when it came."""
-        self._num_tokens = num_tokens
+        self.num_tokens = num_tokens
         self._tenant = tenant
         self._on_done = on_done
         self._is_done = False
@@ -71,13 +71,13 @@ class PromptWork:
 
     def refused(self) -> None:
         """Note that the queue of the worker is full."""
-        self.link.prompts.refuse(self._num_tokens)
+        self.link.prompts.refuse(self.num_tokens)
 
     def done(self) -> None:
         """Note that the worker is done with it, or will not compute it; idempotent."""
         if not self._is_done:
             self._is_done = True
-            self.link.prompts.prompt_done(self._num_tokens, self._tenant)
+            self.link.prompts.prompt_done(self.num_tokens, self._tenant)
             self._on_done()
 
 
@@ -110,6 +110,9 @@ class Claim:
         self._attaching = False
         self._handed_over = False
         self._began = time.monotonic()
+        alone = not prompt.waits and placed.fetch is None
+        self._under_way = costs.begun(self.here, prompt.num_tokens, self._began) if alone else None
+        """The prompt, while it speaks for how long such prompts take: it waits for nothing but its own computation."""
         self._handoff: int | None = None
         """The call that asked the prefill worker for it."""
         self._handoff_failure: asyncio.Future[TandemError] = asyncio.get_running_loop().create_future()
@@ -120,6 +123,7 @@ class Claim:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._prompt.done()
+        self._end_prompt(answered=False)
         if self._handoff is not None:
             self.computes.calls.forget_handoff(self._handoff)
         if not self._handed_over and not self.here:
@@ -182,8 +186,19 @@ class Claim:
         now, prefilled = time.monotonic(), first.prefilled
         took_s = prefilled.prefill_s if self._prompt.waits else now - began - prefilled.brought.seconds
         self._note_fetched(prefilled.brought, now)
+        self._end_prompt(answered=True)
         self._costs.prefilled(self.here, self._num_tokens - prefilled.cached_tokens, took_s, now)
         return first
+
+    def _end_prompt(self, *, answered: bool) -> None:
+        """Note that the prompt is not under way any more. A worker that is lost says nothing of how long prompts take."""
+        if self._under_way is None:
+            return
+        if answered or self.computes.gone.done():
+            self._costs.ended(self._under_way)
+        else:
+            self._costs.left(self._under_way, time.monotonic())
+        self._under_way = None
 
     def _note_fetched(self, brought: Brought, now: float) -> None:
         if brought.peer_tokens:

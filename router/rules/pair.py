@@ -13,9 +13,10 @@ two rankings, and the request by `PairRequest`. The mode (`ClusterConfig.disaggr
 
 What workers have cached of the prompt (`PairRequest.held`) need not be computed, or not be handed over. So the prefill worker
 is the one with the fewest tokens to compute, those of the prompt among them, but for what it had better fetch from another
-worker (`router.rules.caching.reach`). A decode worker is asked the earlier, the less
-time it takes from there on: to the first token, and for the answer at the pace of its steps (`router.rules.pace`). A prefix
-that many ask for spreads by itself: once the queue of those that have it is longer than the prefix, another one computes it.
+worker (`router.rules.caching.reach`). Where somebody holds some of the prompt, and always with `auto`, a decode worker is asked
+the earlier, the less time it takes from there on: to the first token, and for the answer at the pace of its steps
+(`router.rules.pace`). A prefix that many ask for spreads by itself: once the queue of those that have it is longer than the
+prefix, another one computes it.
 
 A worker of both roles is in both rankings. In a pair with itself it computes the prompt as a decode worker does.
 
@@ -30,7 +31,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Literal
 
 from router.rules.caching.reach import NO_REACH, Reach
@@ -133,33 +134,38 @@ class PairSearch:
         )
 
     def _candidates(self, moment: Moment) -> Iterator[str]:
-        request, never = self._request, self._terms.disaggregation == "never"
+        request, mode = self._request, self._terms.disaggregation
+        never = mode == "never"
         by_load = partial(
             self._decodes.candidates, request.need_blocks, by_prompts=never, first=request.copied_to, avoid=request.avoid
         )
-        costs, pace = moment.lasting_costs, moment.pace
-        if not request.held or costs is None or pace is None or request.copied_tokens:
+        costs, pace = moment.costs or moment.lasting_costs, moment.pace
+        alike = not request.held and mode != "auto"
+        if alike or costs is None or pace is None or request.copied_tokens:
             return by_load()
+        with_room = list(islice(by_load(), _MOST_BY_LOAD))
+        if len(with_room) < 2:
+            return iter(with_room)
         by_prefill_s = math.inf
         if self._prefills and not never:
-            reach = request.reach(costs)
+            reach = request.reach(moment.lasting_costs)
             window, step_tokens = self._terms.prefill_window, self._terms.prefill_step
             there = self._prefills.best(request.num_tokens, window, _at_any, request.avoid, request.held, reach)
             saved_there, ahead_there = _there(request, there, self._prefills, reach, step_tokens)
             by_prefill_s = there_s(ahead_there, request.num_tokens - saved_there, costs)
-        may_here = never or self._terms.disaggregation == "auto"
 
         def seconds(decode: WorkerLoad) -> float:
-            missing = request.num_tokens - request.held_by(decode.worker_id)
+            held = request.held_by(decode.worker_id)
+            missing = request.num_tokens - held
             first_s = by_prefill_s + costs.handoff.seconds(missing)
-            if may_here or decode.worker_id in self._prefills:
+            may_here = decode.worker_id in self._prefills if mode == "always" else _takes(decode, request, held, self._terms)
+            if may_here:
                 running = decode.report.running if decode.report else 0
                 ahead = decode.ahead_of(missing, self._terms.decode_step)
                 first_s = min(first_s, here_s(ahead, missing, running, costs))
             return first_s + pace.seconds(decode.held_blocks + request.need_blocks)
 
-        holders = islice(self._decodes.holders(request.held), _MOST_DECODE_HOLDERS)
-        looked_at = [*holders, *islice(by_load(), _MOST_BY_LOAD)]
+        looked_at = chain(islice(self._decodes.holders(request.held), _MOST_DECODE_HOLDERS), with_room)
         return self._decodes.cheapest_first(looked_at, request.need_blocks, seconds, by_load, request.avoid)
 
     def _computing(self, decode: WorkerLoad, held_tokens: int, moment: Moment) -> WorkerLoad | None:
@@ -205,14 +211,19 @@ def computing_worker(
         there = prefills.best(request.num_tokens, terms.prefill_window, overtaking, avoid, request.held, reach)
     if _needs_prefill(request, terms) or (mode == "always" and there is not None):
         return there
-    takes = decode.prompts.takes_prompt(request.num_tokens, terms.decode_window, terms.decode_step, held_tokens)
-    here = decode if takes and decode.prompts.refused_size is None else None
+    here = decode if _takes(decode, request, held_tokens, terms) else None
     if mode != "auto" or not prefills:
         return here
     if _better_here(request, held_tokens, decode, there, prefills, moment.costs, reach, terms):
         return here or there
     # Waiting for the better place holds up the requests behind this one.
     return here if there is None and moment.num_waiting > 1 else there
+
+
+def _takes(decode: WorkerLoad, request: PairRequest, held_tokens: int, terms: PairTerms) -> bool:
+    """Whether a decode worker that holds this much of the prompt computes the rest now."""
+    takes = decode.prompts.takes_prompt(request.num_tokens, terms.decode_window, terms.decode_step, held_tokens)
+    return takes and decode.prompts.refused_size is None
 
 
 def own_tokens(request: PairRequest, terms: PairTerms, *, both: bool) -> int:

@@ -26,8 +26,9 @@ from cluster.launch import (
 )
 from cluster.measured import measured_profiles, with_measured_sizes
 from cluster.memory import with_fitting_pools
+from cluster.ray.placement import crowding
 from configs.facts import ModelFacts
-from configs.machine import memory_bytes
+from configs.machine import memory_bytes, usable_cores
 from configs.schema import ClusterConfig
 from protocol.cluster_view import ClusterView, WorkerInfo, WorkerState
 from protocol.errors import UnavailableError
@@ -85,6 +86,7 @@ def serve_until_interrupted(config: ClusterConfig, address: str | None) -> None:
         facts = check_model(config)
         if address is None:
             check_own_http(config)
+            _tell_crowding(config, console)
             with console.status("measuring what is fastest on this machine"):
                 config = with_measured_sizes(config, measured_profiles(config, facts))
         config = _with_fitting_pools(config, facts, address, console)  # what windows need depends on the sizes of steps
@@ -138,6 +140,13 @@ def _tell_gpu_shares(before: ClusterConfig, sharing: ClusterConfig, console: Con
     share = sharing.decode.resources.get("GPU")
     if share is not None and share != before.decode.resources.get("GPU"):
         console.print(f"each worker gets {share:g} of a GPU")
+
+
+def _tell_crowding(config: ClusterConfig, console: Console) -> None:
+    """Warn if workers are to share cores, whose steps were measured for one that has them to itself."""
+    crowd = crowding(config, usable_cores())
+    if crowd is not None:
+        console.print(f"warning: {crowd}: steps take longer than was measured for one alone, so limits on times may not hold")
 
 
 def _with_fitting_pools(config: ClusterConfig, facts: ModelFacts, address: str | None, console: Console) -> ClusterConfig:

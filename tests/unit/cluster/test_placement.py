@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.ray.placement import bundle_of, missing, threads_per_rank, unplaceable
+from cluster.ray.placement import bundle_of, crowding, missing, threads_per_rank, unplaceable
 from configs.schema import ClusterConfig, DecodeConfig, PoolConfig, PrefillConfig
 from protocol.messages import Role
 
@@ -86,3 +86,27 @@ def test_workers_fit_exactly_when_there_are_as_many_nodes(
     nodes = [{"GPU": 1.0, "tandem_prefill": 1.0}] * with_prefill + [{"GPU": 1.0, "tandem_decode": 1.0}] * with_decode
     fits = unplaceable(on_gpus(prefill, decode), nodes) is None
     assert fits == (with_prefill >= prefill and with_decode >= decode)
+
+
+def test_more_threads_than_cores_are_a_crowd() -> None:
+    def of(prefill: int, decode: int, threads: int | None = None) -> ClusterConfig:
+        return ClusterConfig(
+            device="cpu",
+            prefill=PrefillConfig(workers=prefill, threads=threads),
+            decode=DecodeConfig(workers=decode, threads=threads),
+        )
+
+    assert crowding(of(2, 2), 2) == "2 prefill and 2 decode workers compute with 4 threads on 2 cores"
+    assert crowding(of(1, 1), 1) == "1 prefill and 1 decode workers compute with 2 threads on 1 core"
+    assert crowding(of(1, 1), 2) is None
+    assert crowding(of(2, 2), 4) is None
+    assert crowding(of(2, 2, threads=2), 7) == "2 prefill and 2 decode workers compute with 8 threads on 7 cores"
+    assert crowding(of(2, 2, threads=2), 8) is None
+    paced = of(9, 9).model_copy(update={"engine": "paced"})
+    assert crowding(paced, 1) is None, "paced workers compute nothing"
+
+
+@given(prefill=st.integers(1, 9), decode=st.integers(1, 9), cores=st.integers(1, 64))
+def test_equal_shares_are_no_crowd_where_every_worker_has_a_core(prefill: int, decode: int, cores: int) -> None:
+    config = ClusterConfig(device="cpu", prefill=PrefillConfig(workers=prefill), decode=DecodeConfig(workers=decode))
+    assert (crowding(config, cores) is None) == (prefill + decode <= cores)

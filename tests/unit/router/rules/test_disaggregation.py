@@ -86,3 +86,109 @@ def test_what_is_old_is_forgotten_and_what_is_not_known_taken_from_the_other() -
     again = costs.lines(101.0)
     assert again is not None
     assert again.here == again.there, "a way that was bad once is tried again"
+
+
+HISTORY = st.lists(st.tuples(st.booleans(), st.integers(1, 8192), st.floats(0.001, 300), st.floats(0, 100)), max_size=12)
+"""Prompts that were answered: here or there, with so many tokens, after so long, and so long after the one before."""
+
+
+def after(history: list[tuple[bool, int, float, float]]) -> tuple[PrefillCosts, float]:
+    costs, now = PrefillCosts(), 1000.0
+    for here, num_tokens, took_s, pause_s in history:
+        now += pause_s
+        costs.prefilled(here, num_tokens, took_s, now)
+    return costs, now
+
+
+@given(history=HISTORY, here=st.booleans(), num_tokens=st.integers(1, 8192), age_s=st.floats(0.001, 1000))
+def test_whatever_was_measured_a_prompt_under_way_takes_as_long_as_it_has_taken(
+    history: list[tuple[bool, int, float, float]], here: bool, num_tokens: int, age_s: float
+) -> None:
+    costs, now = after(history)
+    costs.begun(here, num_tokens, now)
+    lines = costs.lines(now + age_s)
+    assert lines is not None
+    assert (lines.here if here else lines.there).seconds(num_tokens) >= now + age_s - now
+
+
+@given(
+    history=HISTORY,
+    under_way=st.lists(st.tuples(st.integers(1, 8192), st.floats(0, 20)), min_size=1, max_size=6),
+    size=st.integers(1, 8192),
+)
+def test_prompts_under_way_never_speak_for_the_way_that_they_go(
+    history: list[tuple[bool, int, float, float]], under_way: list[tuple[int, float]], size: int
+) -> None:
+    costs, now = after(history)
+    lately, lasting = costs.lines(now), costs.lines(None)
+    assume(lasting is not None and any(not here for here, _, _, _ in history))
+    assert lasting is not None
+    for num_tokens, age_s in under_way:
+        costs.begun(False, num_tokens, now - age_s)
+    lines = costs.lines(now)
+    assert lines is not None
+    assert lines.there.seconds(size) >= lasting.there.seconds(size) * (1 - 1e-9)
+    if lately is not None:
+        assert lines.here.seconds(size) == pytest.approx(lately.here.seconds(size), rel=1e-6), "nor against the other"
+
+
+def there_takes(costs: PrefillCosts, now: float, num_tokens: int = 2400) -> float:
+    lines = costs.lines(now)
+    assert lines is not None
+    return lines.there.seconds(num_tokens)
+
+
+@given(line=lines, bounds=st.lists(st.tuples(st.integers(0, 8192), st.floats(0, 300)), max_size=4), size=tokens, more=tokens)
+def test_bounds_only_raise_a_line_and_more_tokens_still_take_no_less(
+    line: Line, bounds: list[tuple[int, float]], size: int, more: int
+) -> None:
+    bounded = line
+    for num_tokens, least_s in bounds:
+        bounded = bounded.at_least(num_tokens, least_s)
+        assert not num_tokens or bounded.seconds(num_tokens) >= least_s
+    assert line.seconds(size) <= bounded.seconds(size) <= bounded.seconds(size + more)
+    most_s = max((least_s for num_tokens, least_s in bounds if num_tokens), default=0.0)
+    assert bounded.seconds(size) <= max(line.seconds(size), most_s), "a short prompt says nothing of a long one's slope"
+
+
+def test_a_way_is_not_forgotten_while_it_owes_an_answer() -> None:
+    costs = PrefillCosts()
+    costs.prefilled(False, 2400, 170.0, 0.0)
+    costs.prefilled(True, 2400, 20.0, 100.0)
+    assert there_takes(costs, 100.0) == pytest.approx(20.0), "forgotten, so it is tried again"
+    prompt = costs.begun(False, 2400, 100.0)
+    assert there_takes(costs, 101.0) == pytest.approx(170.0), "by one prompt"
+    assert there_takes(costs, 300.0) == pytest.approx(200.0)
+    costs.ended(prompt)
+    assert costs.lines(300.0) is None
+
+
+def test_who_is_answered_later_and_sooner_refutes_a_prompt_that_is_stuck() -> None:
+    costs = PrefillCosts()
+    costs.prefilled(False, 2400, 1.0, 0.0)
+    costs.begun(False, 2400, 0.0)
+    assert there_takes(costs, 30.0) == pytest.approx(30.0)
+    costs.prefilled(False, 100, 1 / 24, 30.0)
+    assert there_takes(costs, 30.0) == pytest.approx(30.0), "a shorter one says little of long ones"
+    costs.prefilled(False, 2400, 31.0, 30.5)
+    assert there_takes(costs, 40.0) > 39, "nor does one that began before"
+    costs.prefilled(False, 2400, 1.0, 40.0)
+    assert there_takes(costs, 60.0) < 30
+
+
+def test_a_client_that_gives_up_tells_how_long_it_took_and_a_short_wait_tells_nothing() -> None:
+    costs = PrefillCosts()
+    costs.left(costs.begun(False, 2400, 0.0), 0.001)
+    assert costs.lines(0.001) is None
+    costs.prefilled(True, 2400, 20.0, 0.0)
+    prompt = costs.begun(False, 2400, 0.0)
+    costs.left(prompt, 5.0)
+    assert there_takes(costs, 5.0) == pytest.approx(20.0)
+    prompt = costs.begun(False, 2400, 5.0)
+    costs.left(prompt, 65.0)
+    costs.left(prompt, 95.0)
+    assert there_takes(costs, 65.0) > 50
+    lost = costs.begun(False, 2400, 65.0)
+    costs.ended(lost)
+    costs.left(lost, 300.0)
+    assert costs.lines(300.0) is None, "a worker that is lost says nothing of others"

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from router.rules.disaggregation import Costs, Line
+from router.rules.disaggregation import Costs, Line, here_s, there_s
 from router.rules.pace import Pace
 from router.rules.pair import PairSearch, computing_worker
 from router.rules.pair_request import Moment, PairRequest, PairTerms
@@ -439,3 +439,78 @@ def test_the_pair_says_what_the_prefill_worker_has_to_compute() -> None:
     pair = search.pair(load, 48, ALONE)
     assert pair is not None
     assert (pair.computes, pair.num_missing) == ("prefill-0", 16)
+
+
+SLOW_THERE = Costs(here=Line(0.0, 20 / 2400), there=Line(0.0, 170 / 2400), handoff=Line(0.0, 0.0))
+ANY_PACE = Pace(Line(0.05, 0.0), answer_tokens=100)
+"""Steps take as long at all workers."""
+LONG_PROMPT = replace(FRESH, num_tokens=2400, num_prompt_tokens=2400, need_blocks=160)
+TERMS = PairTerms("auto", PREFILL_WINDOW, DECODE_WINDOW)
+
+
+def cluster(prefills: Sequence[At], decodes: Sequence[At], room: Sequence[int]) -> tuple[PrefillRanking, DecodeRanking]:
+    """Prefill workers `prefill-0` and so on, and decode workers that can give so many blocks."""
+    found = PrefillRanking(), DecodeRanking()
+    for number, at in enumerate(prefills):
+        name, prompts = f"prefill-{number}", at.outstanding()
+        found[0].put(WorkerLoad(name, prefill_report(name, queued_tokens=at.queued), prompts, prompts))
+    for number, (at, blocks) in enumerate(zip(decodes, room, strict=True)):
+        name = f"decode-{number}"
+        report = decode_report(name, queued_tokens=at.queued, running=at.running, reservable_blocks=blocks)
+        found[1].put(WorkerLoad(name, report, Outstanding(), at.outstanding()))
+    return found
+
+
+def chosen(request: PairRequest, prefills: PrefillRanking, decodes: DecodeRanking, moment: Moment) -> tuple[str, str] | None:
+    """The pair of the first decode worker that is asked, and has the room that is known of it."""
+    search = PairSearch(request, prefills, decodes, TERMS)
+    question = search.next_decode(moment)
+    load = None if question is None else decodes.find(question.worker_id)
+    pair = None if load is None else search.pair(load, 0, moment)
+    return None if pair is None else (pair.decode, pair.computes)
+
+
+@pytest.mark.parametrize("num_waiting", [1, 2])
+def test_auto_asks_the_decode_worker_that_is_idle_before_the_busy_one_with_more_room(num_waiting: int) -> None:
+    moment = Moment(SLOW_THERE, SLOW_THERE, ANY_PACE, num_waiting, lambda tenant: 1)
+    prefills, decodes = cluster((At(), At()), (At((("other", 2400),)), At()), (900, 800))
+    assert chosen(LONG_PROMPT, prefills, decodes, moment) == ("decode-1", "decode-1")
+    both_busy = cluster((At(), At()), (At((("other", 2400),)), At((("other", 2400),))), (900, 800))
+    assert chosen(LONG_PROMPT, *both_busy, moment) == ("decode-0", "prefill-0"), "better here, no room here"
+
+
+COMPUTING = st.builds(At, st.sampled_from([(), (("other", 60),), (("other", 2400),)]), st.integers(0, 3000))
+DECODING = st.builds(replace, COMPUTING, running=st.integers(0, 20))
+SLOPE = st.sampled_from([0.0001, 0.001, 0.01, 0.1])
+
+
+@given(
+    prefills=st.lists(COMPUTING, max_size=3),
+    decodes=st.lists(st.tuples(DECODING, st.integers(6, 900)), min_size=1, max_size=4),
+    num_tokens=st.sampled_from([20, 80, 300, 2400]),
+    slopes=st.tuples(SLOPE, SLOPE, SLOPE),
+    num_waiting=st.integers(1, 2),
+)
+def test_no_pair_that_could_be_had_would_have_been_twice_as_fast(
+    prefills: list[At], decodes: list[tuple[At, int]], num_tokens: int, slopes: tuple[float, float, float], num_waiting: int
+) -> None:
+    here, there, handoff = (Line(0.01, slope) for slope in slopes)
+    costs = Costs(here, there, handoff)
+    request = replace(FRESH, num_tokens=num_tokens, num_prompt_tokens=num_tokens)
+    ranked = cluster(prefills, [at for at, _ in decodes], [room for _, room in decodes])
+    computing = ranked[0].best(num_tokens, PREFILL_WINDOW)
+    assume(computing is ranked[0].best(num_tokens, PREFILL_WINDOW, lambda prompts: True))  # else it may do well to wait
+    pair = chosen(request, *ranked, Moment(costs, costs, ANY_PACE, num_waiting, lambda tenant: 0))
+    assume(pair is not None)
+    assert pair is not None
+    seconds: dict[str, float] = {}
+    for number, (at, _) in enumerate(decodes):
+        name = f"decode-{number}"
+        load = ranked[1].find(name)
+        assert load is not None
+        if at.outstanding().takes_prompt(num_tokens, DECODE_WINDOW, DECODE_WINDOW):
+            seconds[name] = here_s(load.ahead_of(num_tokens, DECODE_WINDOW), num_tokens, at.running, costs)
+    if computing is not None:
+        ahead = computing.ahead_of(num_tokens, PREFILL_WINDOW // 2)
+        seconds[computing.worker_id] = there_s(ahead, num_tokens, costs) + handoff.seconds(num_tokens)
+    assert seconds[pair[1]] <= 2 * min(seconds.values())
