@@ -87,7 +87,7 @@ AIMS: dict[str, tuple[Aim, ...]] = {
     "Operators": (
         Aim(
             "A flip answers in its new role within a second, fails nothing and keeps tokens and caches",
-            _figures("role_changes", "a flip", "streams beside a flip"),
+            figures_of("role_changes", "a flip", "streams beside a flip"),
             tests=("tests/integration/test_flip.py", "tests/fault/test_flips.py"),
         ),
         Aim(
@@ -100,7 +100,7 @@ AIMS: dict[str, tuple[Aim, ...]] = {
         Aim("It changes direction 6 times in a synthetic day", figures_of("autoscale", "a synthetic day: changes")),
         Aim(
             "From zero, the first answer comes within a worker's start and a second, with a standby within 2 s",
-            _figures("role_changes", "from zero"),
+            figures_of("role_changes", "from zero"),
             tests=("tests/integration/test_autoscale.py",),
         ),
         Aim("A scrape equals what clients counted", tests=("tests/integration/test_cluster_metrics.py",)),
