@@ -14,7 +14,7 @@ two rankings, and the request by `PairRequest`. The mode (`ClusterConfig.disaggr
 What workers have cached of the prompt (`PairRequest.held`) need not be computed, or not be handed over. So the prefill worker
 is the one with the fewest tokens to compute, those of the prompt among them, but for what it had better fetch from another
 worker (`router.rules.caching.reach`). Where somebody holds some of the prompt, and always with `auto`, a decode worker is asked
-the earlier, the less time it takes from there on: to the first token, and for the answer at the pace of its steps
+the earlier, the less time it takes from there on. That is to the first token, and for the answer at the pace of its steps
 (`router.rules.pace`). A prefix that many ask for spreads by itself: once the queue of those that have it is longer than the
 prefix, another one computes it.
 

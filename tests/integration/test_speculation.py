@@ -12,6 +12,7 @@ import signal
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -95,6 +96,16 @@ def all_at_once(url: str, requests: list[Request]) -> list[dict[str, Any]]:
 def counted(served: Any, name: str) -> float:
     lines = served.ask("GET", "/metrics").text.splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((name + "{", name + " ")))
+
+
+@pytest.fixture
+def cramped(serve: Callable[..., Any], tmp_path: Path) -> Any:
+    """One decode worker with room for two of the longest requests."""
+    config = tmp_path / "tandem.yaml"
+    config.write_text("limits: {queue_s: 300}\ndecode: {kv_cache_tokens: 2048}\n")
+    served = serve("--speculative-config", CONFIG, "--max-model-len", "1024", "--config", str(config))
+    served.wait_ready()
+    return served
 
 
 @pytest.fixture(scope="module")
@@ -259,3 +270,15 @@ def test_what_is_refused_at_the_start(launch: Callable[..., Any], config: str, t
     assert served.process.returncode == 2
     assert told in served.said()
     assert "Traceback" not in served.said()
+
+
+@pytest.mark.timeout(400)
+def test_preemptions_change_nothing(cramped: Any, expected: list[dict[str, Any]]) -> None:
+    """In a pool in which not all streams have room to their ends."""
+    requests = requests_of_every_kind()
+    for request, answer, alone in zip(requests, all_at_once(cramped.url, requests), expected, strict=True):
+        assert answer == alone, request
+    cramped.until(cramped.clean, 20)
+    assert counted(cramped, "tandem:num_preemptions_total") > 0
+    assert counted(cramped, "tandem:spec_decode_num_accepted_tokens_total") > 100
+    assert cramped.leaks() == []
