@@ -203,6 +203,11 @@ class ManyDecodes:
         self.tasks[worker_id].cancel()
         await asyncio.wait((self.tasks[worker_id],))
 
+    async def bury(self, worker_id: str) -> None:
+        """This worker has ended, as the test wanted: nothing more is expected of it."""
+        self.tasks[worker_id] = asyncio.create_task(asyncio.sleep(0))
+        await self.tasks[worker_id]
+
     def _slow_down(self, worker: DecodeWorker) -> None:
         runner: Any = worker.core.rank.runner
         execute = runner.execute

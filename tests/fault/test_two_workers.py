@@ -10,13 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 import zmq
 
 from configs.schema import ClusterConfig
 from kv_transfer.transports.loopback import Faults, LoopbackTransport
 from protocol.errors import InvalidRequestError, OverloadedError, TandemError, UnavailableError
-from protocol.messages import Release, Role
+from protocol.messages import Release
 from protocol.sampling import SamplingParams
 from protocol.wire import WireClient
 from tests.fault.scenarios import Factory, Reference, greedy, prompt_of, run, seeds
@@ -272,35 +271,6 @@ def test_a_machine_without_descriptors_for_a_moment_ends_no_worker(
                     await router.generate(prompt_of(20), greedy(4))
             assert await router.generate(prompt_of(20), greedy(4), "again") == reference(prompt_of(20), 4)
             await workers.until(workers.all_free)
-
-    run(scenario())
-
-
-FAULTS = [torch.OutOfMemoryError("CUDA out of memory"), torch.AcceleratorError("CUDA error: an illegal memory access")]
-
-
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: type(fault).__name__)
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_fault_of_the_device_ends_its_worker(two_workers: Factory, role: str, fault: Exception) -> None:
-    """A GPU that has failed computes nothing right any more: the process ends, and its streams go on elsewhere."""
-
-    async def scenario() -> None:
-        async with two_workers() as workers:
-            router = await workers.router()
-            assert len(await router.generate(prompt_of(20), greedy(4))) == 4
-            runner: Any = getattr(workers, role).core.rank.runner
-
-            def failing(*_: object) -> None:
-                raise fault
-
-            runner.execute = failing
-            answering = asyncio.create_task(router.generate(prompt_of(20, 1), greedy(4)))
-            with pytest.raises(ExceptionGroup) as ended:
-                await asyncio.wait_for(workers.tasks[role], 10)
-            assert ended.group_contains(type(fault))
-            answering.cancel()
-            await asyncio.wait((answering,))
-            await workers.bury(Role(role))
 
     run(scenario())
 
