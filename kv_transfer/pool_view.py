@@ -102,7 +102,7 @@ class PoolView:
         `source_layers` are all of that pool, each [2 (K, V), slots, KV heads, head size], and `source_T` its slots, int64 [T].
         """
         for layer in layers:
-            self.layers[layer].index_copy_(1, slots.ids_T, source_layers[layer].index_select(1, source_T))
+            self.layers[layer][:, slots.ids_T] = source_layers[layer][:, source_T]
 
 
 class CpuPoolView(PoolView):

@@ -67,7 +67,11 @@ def dequantized(heads: Tensor, dtype: torch.dtype) -> Tensor:
 
 def gather_tokens(slots_2SKH: Tensor, slot_ids_T: Tensor, out_2TKH: Tensor) -> None:
     """Copy tokens out of the pool, in the order of `slot_ids_T`, into `out_2TKH` (contiguous, the pool's dtype)."""
-    torch.index_select(slots_2SKH, 1, slot_ids_T, out=out_2TKH)
+    if slots_2SKH.is_contiguous():
+        torch.index_select(slots_2SKH, 1, slot_ids_T, out=out_2TKH)
+        return
+    for slots_SKH, out_TKH in zip(slots_2SKH, out_2TKH, strict=True):  # torch would first copy the layer as a whole
+        torch.index_select(slots_SKH, 0, slot_ids_T, out=out_TKH)
 
 
 def scatter_tokens(slots_2SKH: Tensor, slot_ids_T: Tensor, in_2TKH: Tensor) -> None:
