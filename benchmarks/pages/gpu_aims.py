@@ -168,7 +168,7 @@ _PROOF = (
         absent="Not built: in `test_nccl.py` functions in Python answer as the library does, in one process.",
     ),
     Aim("Proof: decoder, sampler and lanes under FakeTensorMode, and a table of peak memory", absent="Not built."),
-    Aim("Proof: pools beyond 2^31 elements", absent="Not built."),
+    Aim("Proof: pools beyond 2^31 elements", tests=(f"{_UNIT}/test_large_pools.py",)),
     Aim(
         "Proof: instructions, spills and occupancy of kernels for 8.0, 8.9, 9.0 and 10.0, by two versions of Triton, with a "
         "bound of each from FLOP and bytes",
@@ -185,8 +185,8 @@ _PROOF = (
         absent="It names a GPU, two, or NCCL, not the build of torch.",
     ),
     Aim(
-        "A device that fails ends its worker",
-        tests=("tests/fault/test_two_workers.py::test_a_fault_of_the_device_ends_its_worker",),
+        "A device that fails ends its worker, and its streams go on elsewhere",
+        tests=("tests/fault/test_device_faults.py",),
         absent="By injected faults.",
     ),
     Aim(
