@@ -30,10 +30,10 @@ def sample_on_device(logits_SV: Tensor, requests: Sequence[SampleRequest]) -> li
     gaps_SV = torch.empty_like(logits_SV, dtype=torch.int32)
     for launch in sampling_launches(adjusted_SV, _sampling_rows(requests, logits_SV.device), gaps_SV, picks_S):
         launch.run()
-    token_ids = picks_S.tolist()
+    wanted = [request.sampling.num_logprobs for request in requests]
     return [
-        SampledToken(token_id, None if num_top is None else logprobs(row_V.cpu().numpy(), token_id, num_top))
-        for row_V, token_id, num_top in zip(logits_SV, token_ids, [r.sampling.num_logprobs for r in requests], strict=True)
+        SampledToken(token_id, None if num_top is None else logprobs(logits_SV[row].cpu().numpy(), token_id, num_top))
+        for row, (token_id, num_top) in enumerate(zip(picks_S.tolist(), wanted, strict=True))
     ]
 
 
