@@ -91,6 +91,19 @@ def kernel_resources(result: Result, kind: str) -> Sequence[Figure]:
     ]
 
 
+def host_step(result: Result, kind: str) -> Sequence[Figure]:
+    """What the host takes for decode steps on a GPU."""
+    return [
+        Figure(
+            f"host's part of a decode step of {step['rows']} rows",
+            step["step_ms"],
+            "ms",
+            goal=at_most(1.5) if step["rows"] == 128 else None,
+        )
+        for step in result["steps"]
+    ]
+
+
 def certify(result: Result, kind: str) -> Sequence[Figure]:
     """Parts that passed, and what the kernels reach, if these parts were run."""
     parts = result["parts"]
@@ -138,6 +151,7 @@ EXTRACT = {
     "api_cases": api_cases,
     "fresh_clone": fresh_clone,
     "kernel_resources": kernel_resources,
+    "host_step": host_step,
     "certify": certify,
     "against": against,
 }
