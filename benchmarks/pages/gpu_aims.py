@@ -160,8 +160,7 @@ _MORE = (
 _PROOF = (
     Aim(
         "Proof: 2 to 8 ranks over gloo equal one, in equal order of collectives; one is killed at capture",
-        tests=(_RANKS,),
-        absent="With 2 and 4 ranks. None is killed at capture.",
+        tests=(_RANKS, f"{_TRITON}/test_gpu_ranks.py::test_a_rank_that_dies_in_a_capture_ends_the_others"),
     ),
     Aim(
         "Proof: a C library with NCCL's symbols over sockets, under our calls in two processes",

@@ -412,7 +412,7 @@ _LAST = (
         ("engine/kernels",),
         "benchmarks.kernel_resources",
     ),
-    Part("host_step", "What does the host take for a decode step on a GPU?", 1, "host_step", IMPORTED, "benchmarks.host_step"),
+    Part("host_step", "What does the host take for a decode step on a GPU?", 2, "host_step", IMPORTED, "benchmarks.host_step"),
     Part(
         "certify",
         "What was proven on GPUs?",

@@ -21,6 +21,8 @@ from tests.tiny_models import random_model, saved, tiny_facts
 
 WIDE = {"hidden_size": 128, "intermediate_size": 128, "vocab_size": 256, "head_dim": 64}
 """Sizes that the native operators and products have, also on two ranks."""
+EIGHT_HEADS = {"num_heads": 8, "num_kv_heads": 8}
+"""So that eight ranks have one each."""
 SCALINGS: dict[str, RopeScaling] = {
     "linear-rope": LinearScaling(4.0),
     "dynamic-rope": DynamicScaling(2.0, 64),
@@ -66,7 +68,8 @@ def generate() -> Generate:
 
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], SmallModel]]:
-    """Makes `llama`, `llama-tied`, `llama-wide`, `qwen2`, `qwen3` models, those of SCALINGS and of WINDOWS, each once."""
+    """Makes models, each once: `llama`, `llama-tied`, `llama-wide`, `llama-eight`, `qwen2`, `qwen3`, and those of SCALINGS and
+    of WINDOWS."""
     made: dict[str, SmallModel] = {}
 
     def make(kind: str) -> SmallModel:
@@ -81,7 +84,7 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[
 def _make_small_model(kind: str, folder: Path) -> SmallModel:
     families = {"qwen2": Architecture.QWEN2, "qwen3": Architecture.QWEN3, "qwen3-window": Architecture.QWEN3}
     family = families.get(kind, Architecture.LLAMA)
-    sizes = {"llama-wide": WIDE, "qwen3": {"head_dim": 32}}.get(kind, {})
+    sizes = {"llama-wide": WIDE, "llama-eight": EIGHT_HEADS, "qwen3": {"head_dim": 32}}.get(kind, {})
     facts = tiny_facts(
         kind,
         architecture=family,

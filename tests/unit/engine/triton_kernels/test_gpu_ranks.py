@@ -6,7 +6,9 @@ Each rank is a process, for the interpreter serves one thread. What NCCL does is
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,17 +25,20 @@ from configs.facts import ModelFacts
 from configs.sharding import rank_facts
 from engine import cuda_graphs
 from engine.batch import Chunk, ForwardBatch
-from engine.cuda_graphs import GraphedDecoder
+from engine.cuda_graphs import Capture, GraphedDecoder
 from engine.kernels.triton.layers import add_parts
 from engine.memory.kv_pool import KVPool
 from engine.models.packing import WeightFormat
 from engine.models.weights import load_weights
 from engine.operators.triton_step import TritonStep
 from engine.ranks.tensor_parallel import ALONE, TensorParallel, connect
+from protocol.errors import WorkerLostError
 from protocol.sampling import SamplingParams
 
 SAMPLED = SamplingParams(seed=0, max_tokens=1)
 BLOCK_SIZE = 8
+DEADLINE_S = 60.0
+"""For connecting, and for each collective."""
 STEPS = [
     [Chunk(list(range(20)), 0, [4, 9, 2], SAMPLED, 0), Chunk([8, 7], 0, [5], None, 0)],
     [Chunk([3], 20, [4, 9, 2], SAMPLED, 1), Chunk([6], 2, [5], SAMPLED, 0)],
@@ -71,56 +76,72 @@ def repeated(compute: Callable[[], Tensor | None]) -> tuple[Callable[[], None], 
     return replay, result
 
 
-def computed(facts: ModelFacts, ranks: TensorParallel) -> list[Tensor | None]:
+def dies(compute: Callable[[], Tensor | None]) -> tuple[Callable[[], None], Tensor | None]:
+    """In place of the first capture."""
+    os._exit(1)
+
+
+def computed(facts: ModelFacts, ranks: TensorParallel, capture: Capture = repeated) -> list[Tensor | None]:
     """The logits of all steps on this rank; the steps of single tokens by graphs."""
     own = rank_facts(facts, ranks.size)
     with patch.object(cuda_graphs, "step_factory", lambda facts, _: partial(TritonStep.of, facts)), torch.inference_mode():
         weights = load_weights(facts, WeightFormat(torch.float32, "none", library=None), ranks.rank, ranks.size)
         pool = KVPool.for_model(own, 512, BLOCK_SIZE, torch.float32)
         pool.data.zero_()
-        decoder = GraphedDecoder(own, weights, pool, repeated, (1, 2), ranks)
+        decoder = GraphedDecoder(own, weights, pool, capture, (1, 2), ranks)
         results = [decoder.forward(ForwardBatch.build(chunks, BLOCK_SIZE), None) for chunks in STEPS]
         return [None if logits is None else logits.clone() for logits in results]
 
 
-def rank_process(told: Connection, facts: ModelFacts, rank: int, size: int, rendezvous: str) -> None:
+def rank_process(told: Connection, facts: ModelFacts, rank: int, size: int, rendezvous: str, capture: Capture) -> None:
     torch.set_num_threads(1)
-    ranks = Recorded(connect(FileStore(rendezvous, size), rank, size, torch.device("cpu"), "127.0.0.1", 60.0))
+    ranks = Recorded(connect(FileStore(rendezvous, size), rank, size, torch.device("cpu"), "127.0.0.1", DEADLINE_S))
     least = ranks.least(100 - rank, torch.device("cpu"))
+    told.send("connected")
     try:
-        logits = computed(facts, ranks)
+        logits = computed(facts, ranks, capture)
         told.send(([None if one is None else one.numpy() for one in logits], ranks.asked, least))
     except BaseException as error:
         told.send(error)
         raise
 
 
-@on_cpu
-@pytest.mark.filterwarnings("ignore")  # of rows that hold whatever their memory held
-@pytest.mark.parametrize("size", [2, 4])
-def test_graphs_of_several_ranks_say_what_one_says(size: int, small_model: Callable[..., Any], tmp_path: Path) -> None:
-    """And all ranks ask for the same collectives in the same order, from the first capture on."""
-    facts = small_model("llama").facts
-    alone = computed(facts, ALONE)
+@contextmanager
+def running(facts: ModelFacts, captures: Sequence[Capture], folder: Path) -> Iterator[list[Connection]]:
+    """A process for each rank, which makes its graphs by its own one of `captures`. All are connected."""
     context = multiprocessing.get_context("spawn")
-    pipes = [context.Pipe() for _ in range(size)]
-    rendezvous = str(tmp_path / "store")
+    pipes = [context.Pipe() for _ in captures]
+    shared = (len(captures), str(folder / "store"))
     processes = [
-        context.Process(target=rank_process, args=(pipes[rank][1], facts, rank, size, rendezvous), daemon=True)
-        for rank in range(size)
+        context.Process(target=rank_process, args=(pipes[rank][1], facts, rank, *shared, capture), daemon=True)
+        for rank, capture in enumerate(captures)
     ]
     try:
         for process in processes:
             process.start()
-        answers = []
-        for ours, _ in pipes:
-            assert ours.poll(120), "a rank hangs"
-            answers.append(ours.recv())
+        ends = [ours for ours, _ in pipes]
+        assert [answer(each) for each in ends] == ["connected"] * len(captures)
+        yield ends
     finally:
         for process in processes:
             process.kill()
             process.join()
-    first, *others = answers
+
+
+def answer(rank: Connection, patience_s: float = 120) -> Any:
+    assert rank.poll(patience_s), "a rank hangs"
+    return rank.recv()
+
+
+@on_cpu
+@pytest.mark.filterwarnings("ignore")  # of rows that hold whatever their memory held
+@pytest.mark.parametrize("size", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
+def test_graphs_of_several_ranks_say_what_one_says(size: int, small_model: Callable[..., Any], tmp_path: Path) -> None:
+    """And all ranks ask for the same collectives in the same order, from the first capture on."""
+    facts = small_model("llama-eight" if size == 8 else "llama").facts
+    alone = computed(facts, ALONE)
+    with running(facts, [repeated] * size, tmp_path) as ranks:
+        first, *others = [answer(rank) for rank in ranks]
     for one, expected in zip(first[0], alone, strict=True):
         assert expected is not None
         assert relative_error(torch.from_numpy(one), expected.double()) < 1e-5
@@ -128,7 +149,18 @@ def test_graphs_of_several_ranks_say_what_one_says(size: int, small_model: Calla
         assert logits == [None] * len(STEPS)
         assert asked == first[1]
     assert [kind for kind, _ in first[1]].count("columns") == 2 + len(STEPS), "two graphs, then the steps"
-    assert {least for *_, least in answers} == {101 - size}
+    assert {least for *_, least in (first, *others)} == {101 - size}
+
+
+@on_cpu
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_rank_that_dies_in_a_capture_ends_the_others(size: int, small_model: Callable[..., Any], tmp_path: Path) -> None:
+    """Long before a collective's deadline, those too that do not talk to it."""
+    captures = [repeated, dies, *[repeated] * (size - 2)]
+    with running(small_model("llama").facts, captures, tmp_path) as ranks:
+        lost = [answer(each, DEADLINE_S / 2) for rank, each in enumerate(ranks) if rank != 1]
+    assert [type(error) for error in lost] == [WorkerLostError] * (size - 1), lost
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
