@@ -164,7 +164,8 @@ _PROOF = (
     ),
     Aim(
         "Proof: a C library with NCCL's symbols over sockets, under our calls in two processes",
-        absent="Not built: in `test_nccl.py` functions in Python answer as the library does, in one process.",
+        tests=(f"{_TRANSFER}/test_nccl_processes.py",),
+        absent="For the lanes of KV alone: ranks use the NCCL that torch brings.",
     ),
     Aim("Proof: decoder, sampler and lanes under FakeTensorMode, and a table of peak memory", absent="Not built."),
     Aim("Proof: pools beyond 2^31 elements", tests=(f"{_UNIT}/test_large_pools.py",)),
