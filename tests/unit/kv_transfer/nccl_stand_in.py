@@ -48,9 +48,13 @@ class Stream:
         self._functions = functions
         self.cuda_stream: int = functions.stand_in_stream()
 
+    def queued(self) -> int:
+        """Number of buffers that were put on the stream."""
+        return self._functions.stand_in_queued(self.cuda_stream) or 0
+
     def record_event(self) -> SimpleNamespace:
         """An event behind all that was put on the stream."""
-        place = self._functions.stand_in_queued(self.cuda_stream) or 0
+        place = self.queued()
         return SimpleNamespace(query=lambda: bool(self._functions.stand_in_is_done(self.cuda_stream, place)))
 
 

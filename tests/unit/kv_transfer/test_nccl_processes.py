@@ -55,12 +55,12 @@ class End:
 
     def __init__(self, library: NcclLibrary, unique_id: bytes, rank: int, deadline_s: float) -> None:
         self.communicator = Communicator(library, unique_id, rank, deadline_s)
-        self._stream = Stream(library.functions)
+        self.stream = Stream(library.functions)
         self._begin = self.communicator.receive if rank == RECEIVER else self.communicator.send
 
     def move(self, payload: Tensor) -> None:
-        self._begin(payload.data_ptr(), payload.nbytes, self._stream.cuda_stream)
-        self.communicator.wait(self._stream.record_event().query)
+        self._begin(payload.data_ptr(), payload.nbytes, self.stream.cuda_stream)
+        self.communicator.wait(self.stream.record_event().query)
 
 
 def payload_of(number: int, size: int = PAYLOAD_BYTES) -> Tensor:
@@ -141,7 +141,10 @@ def test_a_peer_that_ends_or_stops_in_the_middle_is_an_error_in_time(
         assert child.pid is not None
         os.kill(child.pid, signal.SIGSTOP)  # so that the next one is in the middle when it happens
         moving = thread.submit(end.move, moved)
-        time.sleep(DEADLINE_S / 4)
+        begun_by = time.monotonic() + LATE_S
+        while end.stream.queued() < 2:
+            assert time.monotonic() < begun_by
+            time.sleep(0.001)
         assert not moving.done()
         if by is signal.SIGKILL:
             child.kill()
