@@ -34,8 +34,6 @@ WAIT_S = 180.0
 POLL_S = 0.01
 QUICK = "autoscale: {hold_s: 5.0, idle_s: 6.0}\n"
 """It lets go after seconds; the defaults are for minutes of load."""
-IDLE_PREFILL, IDLE_DECODE, LOADED = "decode to prefill, idle", "prefill to decode, idle", "decode to prefill, with streams"
-STARTED, STANDBY = "from zero, a worker is started", "from zero, one is on standby"
 
 Row = dict[str, Any]
 
@@ -46,11 +44,12 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8123)
     options = parser.parse_args()
     flips = asyncio.run(measure_flips(options.port, options.rounds))
-    from_zero = {
-        name: asyncio.run(measure_from_zero(options.port, options.rounds, standby))
-        for name, standby in ((STARTED, 0), (STANDBY, 1))
+    result = {
+        "streams": len(STREAMS),
+        "flips": flips,
+        "started": asyncio.run(measure_from_zero(options.port, options.rounds, standby=0)),
+        "standby": asyncio.run(measure_from_zero(options.port, options.rounds, standby=1)),
     }
-    result = {"streams": len(STREAMS), "flips": flips, "from_zero": from_zero}
     write_result(f"role_changes_{operators()}", result, table(result))
 
 
@@ -58,10 +57,10 @@ def table(result: Mapping[str, Any]) -> str:
     """Medians and the longest as Markdown."""
     flips: list[Row] = result["flips"]
     lines = ["| | rounds | median | longest |", "|---|---|---|---|"]
-    rows = {name: [each[name] for each in flips] for name in (IDLE_PREFILL, IDLE_DECODE, LOADED)}
-    for name, rounds in result["from_zero"].items():
-        rows[f"{name}: first answer"] = [each["answer_s"] for each in rounds]
-        rows[f"{name}: the worker is ready"] = [each["ready_s"] for each in rounds]
+    rows = {name: [each["took_s"][name] for each in flips] for name in flips[0]["took_s"]}
+    for kind, name in (("started", "from zero, a worker is started"), ("standby", "from zero, one is on standby")):
+        rows[f"{name}: first answer"] = [each["answer_s"] for each in result[kind]]
+        rows[f"{name}: the worker is ready"] = [each["ready_s"] for each in result[kind]]
     for name, values in rows.items():
         lines.append(f"| {name} | {len(values)} | {statistics.median(values):.2f} s | {max(values):.2f} s |")
     exact, kept = sum(each["exact"] for each in flips), statistics.median(each["cached_share"] for each in flips)
@@ -84,21 +83,24 @@ async def measure_flips(port: int, rounds: int) -> list[Row]:
 
 async def one_round(client: httpx.AsyncClient, undisturbed: list[Answered]) -> Row:
     """One worker there and back without load, then the busier decode worker there, and back again."""
-    row: Row = {}
     worker_id = (await decoding(client))["worker_id"]
-    for name, role in ((IDLE_PREFILL, "prefill"), (IDLE_DECODE, "decode")):
-        row[name] = await first_work_s(client, worker_id, role)
+    took_s = {
+        "decode to prefill, idle": await first_work_s(client, worker_id, "prefill"),
+        "prefill to decode, idle": await first_work_s(client, worker_id, "decode"),
+    }
     answers = [Answered(request) for request in STREAMS]
     streams = [asyncio.create_task(answer.run(client)) for answer in answers]
     await until(lambda _: all(len(answer.times) > BEGUN_EVENTS for answer in answers), client)
     before = await decoding(client)
-    row[LOADED] = await first_work_s(client, before["worker_id"], "prefill")
+    took_s["decode to prefill, with streams"] = await first_work_s(client, before["worker_id"], "prefill")
     await asyncio.gather(*streams)
-    row["exact"] = sum(answer.differs(right) is None for answer, right in zip(answers, undisturbed, strict=True))
-    (after,) = [each for each in await status(client) if each["worker_id"] == before["worker_id"]]
-    row["cached_share"] = min(1.0, after["cached_tokens"] / max(1, before["cached_tokens"]))
+    after = await worker(client, before["worker_id"])
     await flip(client, before["worker_id"], "decode")
-    return row
+    return {
+        "took_s": took_s,
+        "exact": sum(answer.differs(right) is None for answer, right in zip(answers, undisturbed, strict=True)),
+        "cached_share": min(1.0, after["cached_tokens"] / max(1, before["cached_tokens"])),
+    }
 
 
 async def first_work_s(client: httpx.AsyncClient, worker_id: str, role: str) -> float:
@@ -115,9 +117,9 @@ async def first_work_s(client: httpx.AsyncClient, worker_id: str, role: str) -> 
 
 async def computed(client: httpx.AsyncClient, worker_id: str, role: str) -> int:
     """How many tokens a worker has computed in a role so far, as its latest load report says."""
-    (worker,) = [each for each in await status(client) if each["worker_id"] == worker_id]
-    prompts = int(worker["prefilled_tokens"])
-    return prompts if role == "prefill" else int(worker["tokens"]) - prompts
+    found = await worker(client, worker_id)
+    prompts = int(found["prefilled_tokens"])
+    return prompts if role == "prefill" else int(found["tokens"]) - prompts
 
 
 async def measure_from_zero(port: int, rounds: int, standby: int) -> list[Row]:
@@ -159,6 +161,10 @@ async def flip(client: httpx.AsyncClient, worker_id: str, role: str) -> None:
 async def decoding(client: httpx.AsyncClient) -> Row:
     """The decode worker with the most streams."""
     return max((each for each in await status(client) if each["role"] == "decode"), key=lambda each: int(each["running"]))
+
+
+async def worker(client: httpx.AsyncClient, worker_id: str) -> Row:
+    return next(each for each in await status(client) if each["worker_id"] == worker_id)
 
 
 def states(workers: list[Row]) -> list[str]:

@@ -63,11 +63,10 @@ def migration(result: Result, kind: str) -> Sequence[Figure]:
 
 def role_changes(result: Result, kind: str) -> Sequence[Figure]:
     """Medians. What a start takes is the worker's matter; what the cluster adds to it has a goal."""
-    flips, from_zero = result["flips"], result["from_zero"]
-    started, standby = from_zero["from zero, a worker is started"], from_zero["from zero, one is on standby"]
-    changes = ("decode to prefill, idle", "prefill to decode, idle", "decode to prefill, with streams")
+    flips = result["flips"]
+    took_s = {name: statistics.median(each["took_s"][name] for each in flips) for name in flips[0]["took_s"]}
     return [
-        *(Figure(f"a flip, {name}", statistics.median(each[name] for each in flips), "s", goal=at_most(1)) for name in changes),
+        *(Figure(f"a flip, {name}", seconds, "s", goal=at_most(1)) for name, seconds in took_s.items()),
         Figure(
             "streams beside a flip with the undisturbed tokens",
             sum(each["exact"] for each in flips) / (len(flips) * result["streams"]),
@@ -76,11 +75,13 @@ def role_changes(result: Result, kind: str) -> Sequence[Figure]:
         ),
         Figure(
             "from zero, first answer after the worker was ready",
-            statistics.median(each["answer_s"] - each["ready_s"] for each in started),
+            statistics.median(each["answer_s"] - each["ready_s"] for each in result["started"]),
             "s",
             goal=at_most(1),
         ),
-        Figure("from zero with a standby", statistics.median(each["answer_s"] for each in standby), "s", goal=at_most(2)),
+        Figure(
+            "from zero with a standby", statistics.median(each["answer_s"] for each in result["standby"]), "s", goal=at_most(2)
+        ),
     ]
 
 
