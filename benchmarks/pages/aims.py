@@ -87,7 +87,7 @@ AIMS: dict[str, tuple[Aim, ...]] = {
     "Operators": (
         Aim(
             "A flip answers in its new role within a second, fails nothing and keeps tokens and caches",
-            figures_of("role_changes", "a flip", "streams beside a flip"),
+            figures_of("role_changes", "a flip, ", "streams beside a flip"),
             tests=("tests/integration/test_flip.py", "tests/fault/test_flips.py"),
         ),
         Aim(
