@@ -110,8 +110,8 @@ def _server_key(secret: bytes) -> bytes:
 class LoopSocket:
     """A ZeroMQ socket driven by the running asyncio loop.
 
-    ZeroMQ signals readiness by edge, not by level: after every send the socket must be looked at again, or a message
-    that arrived meanwhile would lie there unnoticed. (pyzmq's own asyncio sockets cost several times more per message.)
+    ZeroMQ signals readiness by edge, not by level: after every send, one that fails too, the socket must be looked at again,
+    or a message that arrived meanwhile would lie there unnoticed. (pyzmq's own asyncio sockets cost several times more per message.)
     """
 
     def __init__(self, socket: zmq.Socket[bytes], on_message: Callable[[list[bytes]], None]) -> None:
@@ -126,9 +126,11 @@ class LoopSocket:
 
     def send(self, parts: list[bytes]) -> None:
         """Hand the parts to ZeroMQ's thread; raises zmq.ZMQError instead of blocking."""
-        self.socket.send_multipart(parts, zmq.DONTWAIT)
-        if int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            self._drain_soon()
+        try:
+            self.socket.send_multipart(parts, zmq.DONTWAIT)
+        finally:
+            if int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                self._drain_soon()
 
     def close(self) -> None:
         if not self._closed:

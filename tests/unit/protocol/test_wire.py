@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+import select
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -109,6 +110,27 @@ def test_simultaneous_traffic_never_stalls() -> None:
             await asyncio.gather(echo(), *(ping_pong(client) for client in clients))
             for client in clients:
                 client.close()
+
+    run(scenario)
+
+
+def test_a_send_that_fails_loses_no_message_of_another_peer() -> None:
+    """It takes ZeroMQ's signal too: of a message that came just before, nobody would hear until the next one."""
+
+    async def scenario() -> None:
+        async with serving() as server:
+            gone, living = [await WireClient.connect(server.address, SECRET, 5) for _ in range(2)]
+            lost = server.peers()[0]
+            gone.close()
+            with pytest.raises(PeerGone):
+                await send_for_ever(server, lost)
+            for number in range(50):
+                living.send(Release(number))
+                assert select.select([server._socket.socket.getsockopt(zmq.FD)], [], [], 5)[0]
+                with pytest.raises(PeerGone):
+                    server.send(lost, Ping())
+                assert (await asyncio.wait_for(server.receive(), 5))[1] == Release(number)
+            living.close()
 
     run(scenario)
 
