@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from typing import Any
 
 from fastapi import FastAPI
@@ -133,13 +134,21 @@ class DocumentedApp(FastAPI):
         return document
 
 
+@cache
 def body_schema(body: type[Body]) -> Json:
-    """Return the JSON Schema of a body without references, since those would not resolve within the document."""
+    """Return the JSON Schema of a body without references, since those would not resolve within the document.
+
+    It takes milliseconds to make, so all who ask get the same one, and must not change it.
+    """
     return _inlined(body.model_json_schema())
 
 
+@cache
 def answer_schema(answer: Any) -> Json:
-    """Return the JSON Schema of an answer's TypedDict without references, since those would not resolve within the document."""
+    """Return the JSON Schema of an answer's TypedDict without references, since those would not resolve within the document.
+
+    It takes milliseconds to make, so all who ask get the same one, and must not change it.
+    """
     return _inlined(TypeAdapter(answer).json_schema())
 
 
@@ -173,10 +182,11 @@ def _event(chunk: Json) -> Json:
 
 def _about(schema: Json, model: str) -> Json:
     """A body's schema, which knows which model is served."""
-    if "model" in schema["properties"]:
-        names = [model] if "model" in schema.get("required", ()) else [model, None]
-        schema["properties"]["model"] = {"enum": names, "description": schema["properties"]["model"]["description"]}
-    return schema
+    fields = schema["properties"]
+    if "model" not in fields:
+        return schema
+    names = [model] if "model" in schema.get("required", ()) else [model, None]
+    return schema | {"properties": fields | {"model": {"enum": names, "description": fields["model"]["description"]}}}
 
 
 def _inlined(schema: Json) -> Json:

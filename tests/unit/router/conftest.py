@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import httpx
 import pytest
@@ -250,6 +251,18 @@ async def eventually(condition: Callable[[], bool], what: str = "it did not happ
         raise AssertionError(what) from None
 
 
+class _Server(uvicorn.Server):
+    """Ends as soon as it is asked to; uvicorn's own looks ten times a second whether it is."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.asked_to_end = asyncio.Event()
+
+    async def main_loop(self) -> None:
+        await self.on_tick(0)
+        await self.asked_to_end.wait()
+
+
 @contextlib.asynccontextmanager
 async def serving(
     model: Model,
@@ -267,11 +280,12 @@ async def serving(
     usage = None if usage_store is None else UsageNotes(usage_store, model.facts.name, router.metrics)
     if usage is not None:
         usage.start()
-    await router.start()
+    with mock.patch.object(Tokenizer, "build", return_value=tokenizer):  # 200 ms of computing, for what never changes
+        await router.start()
     # Without the protocol, asyncio does not know it for TCP and leaves Nagle's algorithm on: 40 ms per answer.
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
         listener.bind(("127.0.0.1", 0))
-        server = uvicorn.Server(
+        server = _Server(
             uvicorn.Config(
                 create_app(router, meter, recorder, None, usage),
                 log_config=None,
@@ -288,7 +302,7 @@ async def serving(
             yield cluster
         finally:
             await http.aclose()
-            server.should_exit = True
+            server.asked_to_end.set()
             await serving_task
             await router.close()
             await meter.close()
