@@ -111,7 +111,8 @@ class LoopSocket:
     """A ZeroMQ socket driven by the running asyncio loop.
 
     ZeroMQ signals readiness by edge, not by level: after every send, one that fails too, the socket must be looked at again,
-    or a message that arrived meanwhile would lie there unnoticed. (pyzmq's own asyncio sockets cost several times more per message.)
+    or a message that arrived meanwhile would lie there unnoticed. (pyzmq's own asyncio sockets cost several times more per
+    message.)
     """
 
     def __init__(self, socket: zmq.Socket[bytes], on_message: Callable[[list[bytes]], None]) -> None:

@@ -15,7 +15,8 @@ from configs.schema import ClusterConfig
 from protocol.errors import InvalidRequestError, KvTransferError, OverloadedError
 from protocol.messages import Attach, Attached, Prefilled, Release, Role, StreamOutput
 from protocol.sampling import SamplingParams
-from tests.fault.scenarios import Factory, Reference, greedy, prompt_of, run, seeds
+from tests.cases import seeds
+from tests.fault.scenarios import Factory, Reference, greedy, prompt_of, run
 
 
 def config(decode_tokens: int) -> ClusterConfig:
@@ -197,6 +198,7 @@ async def insist(router: Any, prompt: list[int], sampling: SamplingParams, reque
             return answer
 
 
+@pytest.mark.slow
 def test_the_default_model_says_the_same_here_and_there(two_workers: Factory) -> None:
     rng = random.Random(3)
     prompt = [rng.randrange(17, 40_000) for _ in range(50)]
@@ -212,7 +214,7 @@ def test_the_default_model_says_the_same_here_and_there(two_workers: Factory) ->
     run(scenario())
 
 
-@pytest.mark.parametrize("seed", seeds(2, 6))
+@pytest.mark.parametrize("seed", seeds(1, 6))
 def test_random_cancels_leak_nothing(two_workers: Factory, seed: int) -> None:
     rng = random.Random(seed)
     prompts = [prompt_of(rng.randrange(1, 120), number) for number in range(10)]

@@ -12,8 +12,9 @@ from configs.schema import ClusterConfig, DecodeConfig
 from kv_transfer.transports.loopback import Faults
 from protocol.cluster_view import WorkerState
 from protocol.sampling import SamplingParams
+from tests.cases import seeds, slow
 from tests.fault.many_decodes import COPYING, ManyDecodes, Said, run_many_decodes, varied
-from tests.fault.scenarios import prompt_of, run, seeds, slow
+from tests.fault.scenarios import prompt_of, run
 
 EVERY = COPYING.decode.copy_every_tokens
 PROMPT = prompt_of(100)
@@ -78,6 +79,7 @@ def test_a_copy_takes_room_from_nobody(small_model: ModelFacts) -> None:
     run(scenario())
 
 
+@pytest.mark.slow
 def test_each_copy_sends_what_the_last_one_has_not(small_model: ModelFacts) -> None:
     async def scenario() -> None:
         async with run_many_decodes(small_model, 2, COPYING) as many:
@@ -93,6 +95,7 @@ def test_each_copy_sends_what_the_last_one_has_not(small_model: ModelFacts) -> N
     run(scenario())
 
 
+@pytest.mark.slow
 def test_kv_of_another_arithmetic_is_neither_copied_nor_cached_where_it_moves(small_model: ModelFacts) -> None:
     """Two decode workers of one arithmetic, and a prompt that another one has computed."""
 

@@ -24,8 +24,9 @@ from decode_workers.speculation.draft_kv import ModelDrafts
 from decode_workers.speculation.draft_rounds import Candidate, Round
 from decode_workers.speculation.model_speculator import RETRY, ModelSpeculator
 from protocol.sampling import SamplingParams
+from tests.cases import seeds, slow
 from tests.fault.many_decodes import CONFIG, COPYING, ManyDecodes, run_many_decodes
-from tests.fault.scenarios import prompt_of, run, seeds, slow
+from tests.fault.scenarios import prompt_of, run
 from tests.fault.test_speculation import EIGHT, GRAMMAR, Wanted, ask, cases, move_and_kill, report, said, unguessed
 from tests.tiny_models import random_model, saved
 
@@ -156,6 +157,7 @@ def test_grammars_are_followed_along_the_drafts(
 
 
 @pytest.mark.parametrize("ranks", [(2,), *slow([(4,)])])
+@pytest.mark.slow
 def test_the_first_rank_of_a_gang_drafts_for_all(
     small_model: ModelFacts, drafts: dict[str, ModelFacts], any_counts: None, ranks: tuple[int, ...]
 ) -> None:
@@ -306,6 +308,7 @@ def test_drafts_that_pay_are_made(small_model: ModelFacts, drafts: dict[str, Mod
     run(scenario())
 
 
+@pytest.mark.slow
 def test_drafts_that_do_not_pay_are_not_made_and_that_is_told(
     small_model: ModelFacts, drafts: dict[str, ModelFacts], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -16,7 +16,8 @@ from protocol.cache.fetch import Fetch
 from protocol.cache.keys import block_keys
 from protocol.errors import InvalidRequestError, KvTransferError
 from protocol.messages import FetchFrom, FirstToken, Prefilled, Release, Role, Ticket
-from tests.fault.scenarios import Factory, Reference, greedy, prompt_of, run, seeds
+from tests.cases import seeds
+from tests.fault.scenarios import Factory, Reference, greedy, prompt_of, run
 from tests.fault.two_workers import with_lease
 
 BLOCK_SIZE = 8

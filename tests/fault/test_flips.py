@@ -14,8 +14,9 @@ from decode_workers.worker import DecodeWorker
 from protocol.cluster_view import WorkerState
 from protocol.messages import Duty, Role
 from protocol.sampling import SamplingParams
+from tests.cases import seeds, slow
 from tests.fault.many_decodes import CONFIG, ManyDecodes, Said, run_many_decodes
-from tests.fault.scenarios import prompt_of, run, seeds
+from tests.fault.scenarios import prompt_of, run
 from tests.fault.test_migration import cases, endless, same, undisturbed
 
 ALWAYS = CONFIG.model_copy(update={"disaggregation": "always"})
@@ -32,7 +33,7 @@ def computed(many: ManyDecodes, worker_id: str) -> int:
     return load.prefill.computed_tokens
 
 
-@pytest.mark.parametrize("ranks", [(), (2, 1)], ids=["alone", "gang"])
+@pytest.mark.parametrize("ranks", [(), *slow([(2, 1)])], ids=["alone", "gang"])
 def test_streams_leave_a_decode_worker_that_flips(small_model: ModelFacts, ranks: Sequence[int]) -> None:
     """It computes prompts at once, and what it has cached is still of use."""
 
@@ -131,6 +132,7 @@ def test_any_flips_under_load_change_nothing(small_model: ModelFacts, seed: int)
     run(scenario())
 
 
+@pytest.mark.slow
 def test_streams_stay_at_a_decode_worker_that_does_both_from_now_on(small_model: ModelFacts) -> None:
     """It computes prompts, for others and for itself, and none of its streams moves."""
 

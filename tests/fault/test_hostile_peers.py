@@ -38,8 +38,9 @@ from protocol.messages import (
 )
 from protocol.sampling import SamplingParams
 from protocol.wire import WIRE_VERSION
+from tests.cases import THOROUGH
 from tests.fault.company import PROMPT, Insider, company, insiders
-from tests.fault.scenarios import THOROUGH, Factory, Reference, greedy, run
+from tests.fault.scenarios import Factory, Reference, greedy, run
 from tests.fault.two_workers import SECRET
 from tests.hostile_peers import RAW, dealer, idle_connections, say
 

@@ -14,7 +14,8 @@ import pytest
 from configs.facts import ModelFacts
 from configs.schema import ClusterConfig, TransportName
 from protocol.messages import Role
-from tests.fault.scenarios import THOROUGH, Reference, greedy, prompt_of
+from tests.cases import THOROUGH
+from tests.fault.scenarios import Reference, greedy, prompt_of
 from tests.fault.two_workers import ScriptedRouter, connect_router
 from tests.fault.worker_process import make_worker
 
@@ -107,6 +108,7 @@ def test_an_hour_of_idleness_changes_nothing(
 
 
 @BOTH
+@pytest.mark.slow
 def test_thousands_of_requests_in_a_row_change_nothing(
     small_model: ModelFacts, reference: Reference, transport: TransportName, caplog: pytest.LogCaptureFixture
 ) -> None:

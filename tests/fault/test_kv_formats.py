@@ -22,10 +22,11 @@ from kv_transfer.tiers import occupied, reader
 from protocol.cache.reset import CacheReset
 from protocol.cluster_view import WorkerState
 from protocol.messages import FetchFrom, KvLayout, Release, Role
+from tests.cases import slow
 from tests.fault import many_decodes, two_workers
 from tests.fault.alone import said_alone
 from tests.fault.many_decodes import run_many_decodes
-from tests.fault.scenarios import Reference, greedy, prompt_of, run, slow
+from tests.fault.scenarios import Reference, greedy, prompt_of, run
 from tests.fault.test_colocated import answer_here
 from tests.fault.test_migration import elsewhere, endless, started
 from tests.fault.test_tiers import HELD, LENGTH, ask, damage, leave_it_to_tiers

@@ -17,7 +17,8 @@ from configs.facts import ModelFacts, YarnScaling
 from configs.schema import ClusterConfig
 from prefill_workers.scheduler import PlannedChunk, PrefillScheduler, Prompt
 from protocol.messages import Attach, Attached, Release
-from tests.fault.scenarios import THOROUGH, greedy, prompt_of, run
+from tests.cases import THOROUGH
+from tests.fault.scenarios import greedy, prompt_of, run
 from tests.fault.two_workers import TwoWorkers, run_two_workers
 from tests.tiny_models import random_model, saved, tiny_facts
 
@@ -133,6 +134,7 @@ def test_a_long_prompt_is_right_while_short_ones_wait_for_two_chunks_at_most(
 
 
 @pytest.mark.parametrize("length", LENGTHS[:1])
+@pytest.mark.slow
 def test_a_long_prompt_that_decode_computes_goes_on_elsewhere_after_a_kill(long_model: ModelFacts, length: int) -> None:
     """Its first decode worker is given up in the middle of the prompt, and the next one in the middle of the answer."""
     prompt, answers = prompt_of(length, 1), []

@@ -22,7 +22,8 @@ from configs.facts import ModelFacts
 from configs.schema import ClusterConfig, TransportName
 from protocol.errors import TandemError
 from protocol.messages import Release, Role, WorkerRef
-from tests.fault.scenarios import THOROUGH, Reference, greedy, prompt_of, run
+from tests.cases import THOROUGH
+from tests.fault.scenarios import Reference, greedy, prompt_of, run
 from tests.fault.two_workers import ScriptedRouter, connect_router, leaks_of
 from tests.fault.worker_process import WorkerProcess, make_worker, worker_process
 

@@ -11,7 +11,8 @@ import pytest
 from configs.facts import ModelFacts
 from protocol.messages import Attach, Attached
 from protocol.wire import PeerGone
-from tests.fault.scenarios import Reference, greedy, prompt_of, run, seeds
+from tests.cases import seeds
+from tests.fault.scenarios import Reference, greedy, prompt_of, run
 from tests.fault.two_workers import CONFIG, ScriptedRouter, TwoWorkers, run_two_workers
 
 LENGTHS = [1, 7, 8, 9, 16, 31, 32, 33, 64, 100, 128]

@@ -14,8 +14,9 @@ from configs.facts import ModelFacts
 from configs.schema import ClusterConfig
 from protocol.sampling import SamplingParams
 from router.rules.fair_queue import SchedulingClass
+from tests.cases import slow
 from tests.fault.many_decodes import CONFIG, ManyDecodes, Said, run_many_decodes
-from tests.fault.scenarios import prompt_of, run, slow
+from tests.fault.scenarios import prompt_of, run
 
 ROWS, LONG, SHORT = 8, 120, 20
 """Streams in a step, and the lengths of the answers."""

@@ -18,7 +18,8 @@ from prefill_workers import worker as prefill_worker
 from protocol.cache.reset import CacheReset
 from protocol.errors import TandemError
 from protocol.messages import FirstToken, Release
-from tests.fault.scenarios import Factory, Reference, greedy, prompt_of, run, seeds
+from tests.cases import seeds
+from tests.fault.scenarios import Factory, Reference, greedy, prompt_of, run
 from tests.fault.two_workers import CONFIG, with_lease
 
 BLOCK_SIZE = 8

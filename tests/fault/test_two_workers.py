@@ -18,7 +18,8 @@ from protocol.errors import InvalidRequestError, OverloadedError, TandemError, U
 from protocol.messages import Release
 from protocol.sampling import SamplingParams
 from protocol.wire import WireClient
-from tests.fault.scenarios import Factory, Reference, greedy, prompt_of, run, seeds
+from tests.cases import seeds
+from tests.fault.scenarios import Factory, Reference, greedy, prompt_of, run
 from tests.fault.two_workers import CONFIG, with_lease
 
 ROOMY = ClusterConfig.model_validate(

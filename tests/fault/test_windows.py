@@ -22,9 +22,10 @@ from protocol.cluster_view import WorkerState
 from protocol.errors import InvalidRequestError
 from protocol.messages import Attach, Release, Role
 from protocol.sampling import SamplingParams
+from tests.cases import slow
 from tests.fault import many_decodes, two_workers
 from tests.fault.many_decodes import COPYING, Said, run_many_decodes
-from tests.fault.scenarios import Reference, greedy, prompt_of, run, slow
+from tests.fault.scenarios import Reference, greedy, prompt_of, run
 from tests.fault.test_colocated import outputs, start
 from tests.fault.test_migration import elsewhere, endless, started
 from tests.fault.two_workers import TwoWorkers, run_two_workers
@@ -86,6 +87,7 @@ def test_a_handoff_sends_what_is_seen(windowed: ModelFacts, alone: Reference, le
     run(scenario())
 
 
+@pytest.mark.slow
 def test_several_streams_of_prompts_that_no_pool_holds(windowed: ModelFacts, alone: Reference) -> None:
     """Memory as computed: eight streams of prompts of 1,000 tokens and more, and their answers."""
     prompts = [prompt_of(1000 + 37 * number, number) for number in range(8)]
@@ -291,6 +293,7 @@ def test_streams_move_while_they_run(windowed: ModelFacts, alone: Reference, ran
     run(scenario())
 
 
+@pytest.mark.slow
 def test_many_streams_leave_a_worker_at_once(windowed: ModelFacts, alone: Reference) -> None:
     """Those that wait for their turn to be sent keep what their targets wait for."""
     prompts = [prompt_of(300 + 90 * number, number) for number in range(6)]
@@ -314,7 +317,7 @@ def test_many_streams_leave_a_worker_at_once(windowed: ModelFacts, alone: Refere
     run(scenario())
 
 
-@pytest.mark.parametrize("kv", ["auto", "int8"])
+@pytest.mark.parametrize("kv", [*slow(["auto"]), "int8"])
 @pytest.mark.parametrize("mode", ["always", *slow(["auto", "never"])])
 def test_a_kill_costs_little_where_there_is_a_copy(windowed: ModelFacts, mode: str, kv: str) -> None:
     """A copy is of what is seen. Who has it goes on there."""
@@ -344,6 +347,7 @@ def test_a_kill_costs_little_where_there_is_a_copy(windowed: ModelFacts, mode: s
     run(scenario())
 
 
+@pytest.mark.slow
 def test_kills_without_a_copy_and_with_penalties(windowed: ModelFacts) -> None:
     wanted = [(prompt_of(200 + 150 * n, n), endless(300, repetition_penalty=1.1, frequency_penalty=0.2)) for n in range(4)]
 

@@ -20,9 +20,10 @@ from decode_workers.speculation.ngram_index import NgramIndex
 from kv_transfer.tiers import occupied, reader
 from protocol.cluster_view import WorkerState
 from protocol.messages import Attach, Duty, Release, Role
+from tests.cases import seeds, slow
 from tests.fault import many_decodes, two_workers
 from tests.fault.many_decodes import ManyDecodes, run_many_decodes
-from tests.fault.scenarios import Reference, prompt_of, run, seeds
+from tests.fault.scenarios import Reference, prompt_of, run
 from tests.fault.test_migration import endless
 from tests.fault.test_speculation import NGRAM, Guesses, all_of_them
 from tests.fault.two_workers import run_two_workers
@@ -52,7 +53,7 @@ async def ask_all(many: ManyDecodes, max_tokens: int) -> list[list[int]]:
     return [answer.token_ids for answer in answers]
 
 
-@pytest.mark.parametrize("mode", ["always", "auto"])
+@pytest.mark.parametrize("mode", ["always", *slow(["auto"])])
 def test_a_worker_has_both_roles_in_a_pool_that_holds_few(windowed: ModelFacts, alone: Reference, mode: str) -> None:
     """It computes prompts for another, and decodes: whoever has begun goes on, and the others wait for it."""
     expected = [alone(prompt, 150, False) for prompt in PROMPTS]
@@ -92,6 +93,7 @@ def test_workers_change_their_roles_while_prompts_and_streams_fill_their_pools(
     run(scenario())
 
 
+@pytest.mark.slow
 def test_guessed_tokens_near_what_is_given_back(
     windowed: ModelFacts, alone: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import tests.conftest
+from tests.cases import slow_rows
 from tests.tiers import README
 
 PROGRAM = "from tests.tiers import *; print(written(README.read_text(), collect()), end='')"
@@ -36,7 +37,7 @@ def test_quick() -> None: ...
 """
 
 
-@pytest.mark.parametrize(("left_s", "outcome"), [(600, "2 passed"), (-1, "1 passed, 1 skipped")])
+@pytest.mark.parametrize(("left_s", "outcome"), [*slow_rows([(600, "2 passed")]), (-1, "1 passed, 1 skipped")])
 def test_no_slow_test_begins_late(tmp_path: Path, left_s: int, outcome: str) -> None:
     shutil.copy(tests.conftest.__file__, tmp_path)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow\n")

@@ -16,6 +16,7 @@ from configs.paced.profile import load_paced_profile
 from simulator.cluster import Shape, simulate
 from simulator.profile import Profile
 from simulator.request import Request
+from tests.cases import slow
 
 PACED = load_paced_profile("h200-8b")
 LIMITS = WorkerLimits(max_batch_size=256, decode_tokens=800_000)
@@ -71,7 +72,7 @@ def test_many_workers_may_be_busier_than_few() -> None:
     assert busy[8] > 8 * 1.3 * busy[1]
 
 
-@pytest.mark.parametrize("rate", [5.0, 25.0, 60.0])
+@pytest.mark.parametrize("rate", [5.0, *slow([25.0, 60.0])])
 def test_so_many_are_enough_and_far_fewer_are_not(rate: float) -> None:
     """By simulation: limits are kept with what is reckoned, and not with half as many prefill workers."""
     rng = np.random.default_rng(5)

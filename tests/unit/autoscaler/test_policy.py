@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -81,6 +82,7 @@ def test_more_at_once_and_fewer_after_the_hold() -> None:
     asked=lengths,
     parts=st.lists(st.tuples(st.floats(0.0, 1.0), st.integers(1, 300)), min_size=1, max_size=30),
 )
+@pytest.mark.slow
 def test_a_demand_near_the_edge_of_a_size_does_not_make_it_swing(
     rate: float, asked: Lengths, parts: list[tuple[float, int]]
 ) -> None:

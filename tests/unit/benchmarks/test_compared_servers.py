@@ -76,6 +76,7 @@ def test_a_server_lives_as_long_as_it_is_needed() -> None:
     assert not healthy(port)
 
 
+@pytest.mark.slow
 def test_no_server_is_left_when_the_driver_is_told_to_end() -> None:
     fake, port = fake_server()
     code = f"""

@@ -60,6 +60,7 @@ def test_slos_that_agree_share_their_runs(last_good: int, first: int) -> None:
 
 
 @given(st.data(), STEPS)
+@pytest.mark.slow
 def test_it_ends_whatever_the_noise(data: st.DataObject, first: int) -> None:
     runs = searched(lambda step, name: data.draw(st.sampled_from([0, 16, 19, 20])), first)
     assert len(runs) <= HIGHEST_STEP - LOWEST_STEP + 1

@@ -64,6 +64,7 @@ def test_every_group_of_kernels_has_cases() -> None:
             assert len({case.name for case in cases}) == len(cases), "cases can be told apart"
 
 
+@pytest.mark.slow
 def test_a_group_whose_process_dies_is_a_failed_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "group_process", abort)
     kernels._run_group(Findings(tmp_path / "found"), kernels.Group("sampling", torch.float32), "cpu")
@@ -108,6 +109,7 @@ def test_a_gpu_that_is_too_small_for_one_layer_skips_the_steps(monkeypatch: pyte
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.slow
 def test_ranks_that_fail_are_a_failed_check(tmp_path: Path) -> None:
     """Here for want of a GPU."""
     found = tmp_path / "found"

@@ -48,6 +48,7 @@ def test_an_unknown_part_is_refused() -> None:
     assert isinstance(result.exception, InvalidRequestError)
 
 
+@pytest.mark.slow
 def test_a_rehearsal_of_some_parts(tmp_path: Path) -> None:
     result = tandem("--device", "cpu", "--part", "machine", "--part", "steps", "--part", "ranks", "--output", str(tmp_path))
     assert result.exit_code == 0, result.output

@@ -243,6 +243,7 @@ def test_a_worker_reads_what_was_measured(small_model: Callable[[str], SmallMode
 
 
 @NATIVE
+@pytest.mark.slow
 def test_two_workers_that_start_together_agree(own_cache: Path) -> None:
     """Two processes that measure with the real operators: one does, the other waits and reads."""
     code = """

@@ -95,7 +95,7 @@ def test_twice_the_first_context_by_yarn_equals_transformers(
             assert entry.logprob == pytest.approx(row[entry.token_id].item(), abs=2e-3)
 
 
-@pytest.mark.parametrize("quantization", ["auto", "none", "int8", "int4"])
+@pytest.mark.parametrize("quantization", [pytest.param("auto", marks=pytest.mark.slow), "none", "int8", "int4"])
 def test_bfloat16_is_close(
     smollm2_facts: ModelFacts, transformers_smollm2: Any, generate: Any, quantization: Quantization
 ) -> None:

@@ -95,6 +95,7 @@ def test_two_ranks_by_native_operators(quantization: str, small_model: Callable[
 
 
 @NATIVE
+@pytest.mark.slow
 def test_a_four_bit_file_on_three_ranks(smollm2_facts: ModelFacts, generate: Any) -> None:
     load: dict[str, Any] = {"dtype": "bfloat16", "block_size": 16, "num_kv_tokens": 512}
     asked, sampling = prompts(smollm2_facts.vocab_size), [greedy(1, num_logprobs=20)] * 4

@@ -181,6 +181,7 @@ def hold_large(ready: Any, end: Any) -> None:
     end.wait(60)
 
 
+@pytest.mark.slow
 def test_processes_that_start_together_have_one_copy() -> None:
     """Packed by one of them, and each has its share of the memory."""
     context = multiprocessing.get_context("spawn")

@@ -153,6 +153,7 @@ def test_warm_ups_have_nothing_of_the_run() -> None:
     assert finished.figures["num_conversations"] == 4
 
 
+@pytest.mark.slow
 def test_the_same_seed_asks_the_same(tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
     path.write_text(" ".join(f"word{number}" for number in range(200)))

@@ -126,7 +126,7 @@ def test_a_send_that_fails_loses_no_message_of_another_peer() -> None:
                 await send_for_ever(server, lost)
             for number in range(50):
                 living.send(Release(number))
-                assert select.select([server._socket.socket.getsockopt(zmq.FD)], [], [], 5)[0]
+                assert select.select([int(server._socket.socket.getsockopt(zmq.FD))], [], [], 5)[0]
                 with pytest.raises(PeerGone):
                     server.send(lost, Ping())
                 assert (await asyncio.wait_for(server.receive(), 5))[1] == Release(number)

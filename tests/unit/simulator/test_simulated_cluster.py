@@ -17,6 +17,7 @@ from simulator.cluster import Cluster, Shape, simulate
 from simulator.profile import Overheads, Slowdown, Slowdowns
 from simulator.request import Request
 from simulator.telling import Busyness
+from tests.cases import slow
 from tests.unit.simulator.small_clusters import (
     CONTEXT_TOKEN_S,
     OVERHEADS,
@@ -164,7 +165,7 @@ def test_a_cached_prompt_costs_its_last_token() -> None:
     assert requests[0].ttft_s - requests[1].ttft_s == pytest.approx(400 * PREFILL_TOKEN_S)
 
 
-@pytest.mark.parametrize("load", [0.3, 0.6, 0.8])
+@pytest.mark.parametrize("load", [0.6, *slow([0.3, 0.8])])
 def test_waiting_is_that_of_a_queue_with_constant_service(load: float) -> None:
     """One prompt a step, so prefill is M/D/1: waiting takes load * service / (2 (1 - load)) on average (Pollaczek)."""
     service_s, count = 128 * PREFILL_TOKEN_S, 4000

@@ -18,6 +18,7 @@ from benchmarks.suite.part import Part
 from benchmarks.suite.plan import IsCurrent, Record, plan
 from benchmarks.suite.runner import Place, argv, log_of, run_parts
 from benchmarks.suite.state import State, locked
+from tests.cases import slow
 
 COMMIT = "a9b2d9748a78"
 SCRIPT = "tests.unit.benchmarks.suite.made_up_part"
@@ -148,7 +149,7 @@ def started(folder: Path) -> tuple[subprocess.Popen[str], list[int]]:
     return process, [int(pid) for pid in pids.read_text().split()]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, *slow([signal.SIGINT, signal.SIGHUP])])
 def test_a_run_that_is_ended_ends_its_part_and_keeps_what_is_done(number: signal.Signals, tmp_path: Path) -> None:
     process, pids = started(tmp_path)
     process.send_signal(number)

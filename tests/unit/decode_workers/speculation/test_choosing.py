@@ -21,6 +21,7 @@ def expected(chances: list[float], counts: list[int]) -> float:
 
 @settings(max_examples=2_000)
 @given(STREAMS, st.integers(0, 4), st.integers(0, 40), st.lists(st.floats(0.0, 1.0), min_size=60, max_size=60))
+@pytest.mark.slow
 def test_what_is_drafted_pays_and_nothing_pays_more(
     streams: list[tuple[float, int]], others: int, most: int, more: list[float]
 ) -> None:

@@ -34,6 +34,7 @@ from engine.operators.triton_step import TritonStep
 from engine.ranks.tensor_parallel import ALONE, TensorParallel, connect
 from protocol.errors import WorkerLostError
 from protocol.sampling import SamplingParams
+from tests.cases import slow
 
 SAMPLED = SamplingParams(seed=0, max_tokens=1)
 BLOCK_SIZE = 8
@@ -135,7 +136,7 @@ def answer(rank: Connection, patience_s: float = 120) -> Any:
 
 @on_cpu
 @pytest.mark.filterwarnings("ignore")  # of rows that hold whatever their memory held
-@pytest.mark.parametrize("size", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [2, *slow([4, 8])])
 def test_graphs_of_several_ranks_say_what_one_says(size: int, small_model: Callable[..., Any], tmp_path: Path) -> None:
     """And all ranks ask for the same collectives in the same order, from the first capture on."""
     facts = small_model("llama-eight" if size == 8 else "llama").facts

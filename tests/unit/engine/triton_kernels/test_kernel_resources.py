@@ -23,6 +23,7 @@ def resources() -> dict[tuple[str, int], dict[str, Any]]:
     return {(one["kernel"], one["capability"]): one for one in json.loads(done.stdout)}
 
 
+@pytest.mark.slow
 def test_nothing_is_spilled_on_hopper_and_little_elsewhere(resources: dict[tuple[str, int], dict[str, Any]]) -> None:
     assert len(resources) == 92
     spilled = {name: one["local_bytes"] for name, one in resources.items() if one["local_bytes"]}

@@ -33,6 +33,7 @@ from engine.gpu_trial import row_counts
 from engine.kernels.triton import context_parts, product
 from engine.kernels.triton.prefill_attention import prefill_tiles, tile_rows
 from engine.kernels.triton.product import Multiprocessors, multiprocessors, tiles_for
+from tests.cases import slow
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["float32", "float16"])
 HEADS = pytest.mark.parametrize(
@@ -67,7 +68,7 @@ def test_decode_attention_in_parts(doubled_after: int, dtype: torch.dtype, monke
 
 
 @DTYPES
-@pytest.mark.parametrize("window", [1, 60, 130, 1000])
+@pytest.mark.parametrize("window", [*slow([1, 60, 1000]), 130])
 def test_a_sliding_window_is_that_of_the_formula(window: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over several parts, some of them before the window of some rows of a tile and not of others."""
     monkeypatch.setattr(context_parts, "FIRST_TOKENS", 64)
@@ -112,7 +113,7 @@ def test_prefill_attention_with_any_block_size(start: int, block_size: int, dtyp
 
 
 @DTYPES
-@pytest.mark.parametrize("doubled_after", [1, 2])
+@pytest.mark.parametrize("doubled_after", [*slow([1]), 2])
 def test_prefill_attention_in_parts(doubled_after: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks that begin and end in parts of several lengths, and at their borders."""
     monkeypatch.setattr(context_parts, "FIRST_TOKENS", 64)

@@ -91,6 +91,7 @@ def small_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_index, "_MOVED_PER_KEY", 1)
 
 
+@pytest.mark.slow
 def test_a_block_takes_few_bytes_and_gone_ones_none() -> None:
     rng, index = random.Random(1), CacheIndex()
     alive: list[bytes] = []
