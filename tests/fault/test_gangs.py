@@ -73,6 +73,7 @@ def test_a_gang_fetches_blocks_of_another(small_model: ModelFacts, reference: Re
     run(scenario())
 
 
+@pytest.mark.slow
 def test_a_cancelled_prompt_and_a_broken_lane_leave_nothing(small_model: ModelFacts, reference: Reference) -> None:
     async def scenario() -> None:
         async with run_gangs(small_model, 2, 4) as (workers, _):

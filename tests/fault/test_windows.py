@@ -108,6 +108,7 @@ def test_several_streams_of_prompts_that_no_pool_holds(windowed: ModelFacts, alo
     assert 8 * most["decode-0"] <= KEPT + 8
 
 
+@pytest.mark.slow
 def test_an_answer_of_many_tokens_takes_no_more_room(windowed: ModelFacts, alone: Reference) -> None:
     most: dict[str, int] = {}
 

@@ -146,6 +146,7 @@ def test_blocks_of_a_cancelled_ticket_stay_quarantined_until_its_push_ends() -> 
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_a_pair_that_is_closed_while_it_breaks_gives_its_channel_back() -> None:
     async def scenario() -> None:
         async with world(["shared_memory"]) as w:

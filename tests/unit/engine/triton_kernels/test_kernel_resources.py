@@ -14,6 +14,9 @@ MOST_SPILLED = 112
 """Bytes a thread: a tile's sums of a part, and of the parts before it, do not quite fit into the registers of an A100."""
 
 
+pytestmark = pytest.mark.slow  # compiling all kernels takes a minute
+
+
 @pytest.fixture(scope="module")
 def resources() -> dict[tuple[str, int], dict[str, Any]]:
     """Compiled in a process of its own: in this one Triton may interpret."""
@@ -23,7 +26,6 @@ def resources() -> dict[tuple[str, int], dict[str, Any]]:
     return {(one["kernel"], one["capability"]): one for one in json.loads(done.stdout)}
 
 
-@pytest.mark.slow
 def test_nothing_is_spilled_on_hopper_and_little_elsewhere(resources: dict[tuple[str, int], dict[str, Any]]) -> None:
     assert len(resources) == 92
     spilled = {name: one["local_bytes"] for name, one in resources.items() if one["local_bytes"]}

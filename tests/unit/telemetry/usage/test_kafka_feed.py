@@ -126,6 +126,7 @@ def test_who_dies_before_the_place_is_kept_sends_again(tmp_path: Path, servers: 
     assert found == {f"a1-{number}": 2 for number in range(1, 11)}, "with the same keys"
 
 
+@pytest.mark.slow
 def test_brokers_that_are_away_hold_up_nothing(
     tmp_path: Path, servers: str, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
