@@ -1,5 +1,5 @@
 # make serve    install, fetch the default model, start a cluster of one prefill and one decode worker (ARGS="--port 9000")
-# make test     install with the test tools, then ruff, mypy and the quick tests: twelve minutes on two cores is the goal, thirty with AVX2 alone
+# make test     install with the test tools, then ruff, mypy and the quick tests: twelve minutes on two cores is the goal, twenty with AVX2 alone
 # make test-all   the same, then the slow tests (make test-slow) and the long ones (make test-long): 80 minutes, and more than 99 with AVX2 alone
 # make install  the first half of both: .venv with the package versions of requirements.lock
 # make lint     ruff and mypy
