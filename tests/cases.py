@@ -13,12 +13,12 @@ THOROUGH = bool(os.environ.get("TANDEM_THOROUGH"))
 
 
 def slow(cases: Iterable[Any]) -> list[Any]:
-    """Parameters of a test that `make test` leaves out."""
-    return [pytest.param(case, marks=pytest.mark.slow) for case in cases]
+    """Values of a test's one parameter that `make test` leaves out."""
+    return slow_rows((case,) for case in cases)
 
 
 def slow_rows(rows: Iterable[tuple[Any, ...]]) -> list[Any]:
-    """The same, for a test that has several parameters in each case."""
+    """Cases that `make test` leaves out, of a test with several parameters: the values of all of them in each row."""
     return [pytest.param(*row, marks=pytest.mark.slow) for row in rows]
 
 

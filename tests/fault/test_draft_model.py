@@ -24,7 +24,7 @@ from decode_workers.speculation.draft_kv import ModelDrafts
 from decode_workers.speculation.draft_rounds import Candidate, Round
 from decode_workers.speculation.model_speculator import RETRY, ModelSpeculator
 from protocol.sampling import SamplingParams
-from tests.cases import seeds, slow
+from tests.cases import seeds
 from tests.fault.many_decodes import CONFIG, COPYING, ManyDecodes, run_many_decodes
 from tests.fault.scenarios import prompt_of, run
 from tests.fault.test_speculation import EIGHT, GRAMMAR, Wanted, ask, cases, move_and_kill, report, said, unguessed
@@ -156,8 +156,8 @@ def test_grammars_are_followed_along_the_drafts(
     run(scenario())
 
 
-@pytest.mark.parametrize("ranks", [(2,), *slow([(4,)])])
 @pytest.mark.slow
+@pytest.mark.parametrize("ranks", [(2,), (4,)])
 def test_the_first_rank_of_a_gang_drafts_for_all(
     small_model: ModelFacts, drafts: dict[str, ModelFacts], any_counts: None, ranks: tuple[int, ...]
 ) -> None:

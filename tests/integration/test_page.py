@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, expect
 
+from tests.cases import slow
 from tests.integration.page_visit import CHAT, CHROMIUM, Visit
 
 FIGURES = re.compile(r"^First token after \d+\.\d\d s(\s· \d+\.\d tokens/s)?\s· \d+ tokens$")
@@ -102,7 +103,7 @@ def test_a_conversation_by_keyboard(cluster: Any, visit: Callable[..., Visit]) -
     expect(chat.figures(0)).not_to_be_empty()
 
 
-@pytest.mark.parametrize("how", ["Escape", *(pytest.param(how, marks=pytest.mark.slow) for how in ("Stop", "New chat"))])
+@pytest.mark.parametrize("how", ["Escape", *slow(["Stop", "New chat"])])
 def test_stopping_frees_the_stream(cluster: Any, visit: Callable[..., Visit], how: str) -> None:
     chat = visit(cluster)
     chat.set(Temperature="0")

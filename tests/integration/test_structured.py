@@ -12,6 +12,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from benchmarks.lib.schemas import SCHEMAS
+from tests.cases import slow
 
 ASK: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
 
@@ -90,7 +91,7 @@ def test_streamed_json_of_several_choices(cluster: Any) -> None:
 NAMED = {"type": "function", "function": {"name": "Weather"}}
 
 
-@pytest.mark.parametrize("choice", ["required", pytest.param(NAMED, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("choice", ["required", *slow([NAMED])])
 def test_tools_that_must_be_called(cluster: Any, choice: Any) -> None:
     tools = [openai.pydantic_function_tool(Weather), openai.pydantic_function_tool(Person)]
     api = client(cluster)

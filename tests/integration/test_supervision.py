@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from benchmarks.lib.servers import until_quiet
+from tests.cases import slow
 
 
 def ask(cluster: Any, max_tokens: int = 8) -> str:
@@ -28,7 +29,7 @@ def num_worker_processes(cluster: Any) -> int:
     return sum(command.startswith("ray::WorkerProcess") for command in cluster.processes().values())
 
 
-@pytest.mark.parametrize("worker_id", [pytest.param("worker-0", marks=pytest.mark.slow), "worker-1"])
+@pytest.mark.parametrize("worker_id", [*slow(["worker-0"]), "worker-1"])
 def test_after_kill_9_new_requests_succeed_within_five_seconds(cluster: Any, worker_id: str) -> None:
     """As it is while nothing else happens: the spare process that takes the dead one's place takes some seconds to make. A
     machine that is held meanwhile gets two more tries.

@@ -163,7 +163,7 @@ def test_a_grammar_that_costs_too_much_ends_in_an_error(model: Model, spelled: l
         finish_reason(params(), EOS, 50, constraint)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_random_walks_follow_the_grammar_and_can_be_taken_up_anywhere(seed: int) -> None:
     model, dice = resolve("smollm2"), random.Random(seed)

@@ -22,6 +22,7 @@ from engine.model_runner import ModelRunner
 from engine.models.packing import Quantization
 from protocol.sampling import SamplingParams
 from router.text.tokenizer import Tokenizer
+from tests.cases import slow
 from tests.tiny_models import saved
 
 FRANCE = [504, 3575, 282, 4649, 314]  # The capital of France is
@@ -95,7 +96,7 @@ def test_twice_the_first_context_by_yarn_equals_transformers(
             assert entry.logprob == pytest.approx(row[entry.token_id].item(), abs=2e-3)
 
 
-@pytest.mark.parametrize("quantization", [pytest.param("auto", marks=pytest.mark.slow), "none", "int8", "int4"])
+@pytest.mark.parametrize("quantization", [*slow(["auto"]), "none", "int8", "int4"])
 def test_bfloat16_is_close(
     smollm2_facts: ModelFacts, transformers_smollm2: Any, generate: Any, quantization: Quantization
 ) -> None:

@@ -15,13 +15,16 @@ from configs.arithmetic import ceil_div
 from kv_transfer.fingerprints.pushes import DIGEST_BYTES, first_difference, push_fingerprints
 from kv_transfer.plan import cut
 from kv_transfer.pool_view import CpuPoolView, PoolView
+from tests.cases import slow
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton interprets
 BLOCK_SIZE, ROW_BYTES, LAYERS, BLOCKS = 4, 8, 3, 12
 TABLES = st.permutations(range(BLOCKS)).map(lambda table: table[:5])
 # What a view can do decides how it is hashed: xxh3 wants bytes, the kernel takes tensors of any device.
-FEWER = settings(max_examples=10)  # Triton's interpreter takes milliseconds for what a GPU does in microseconds
-BOTH_KINDS = pytest.mark.parametrize("kind", [CpuPoolView, PoolView], ids=["xxh3", "multilinear"])
+FEWER = settings(max_examples=30)  # Triton's interpreter takes milliseconds for what a GPU does in microseconds
+IDS = ["xxh3", "multilinear"]
+BOTH_KINDS = pytest.mark.parametrize("kind", [CpuPoolView, PoolView], ids=IDS)
+ONE_SLOW = pytest.mark.parametrize("kind", [CpuPoolView, *slow([PoolView])], ids=IDS)
 
 
 def fingerprints(
@@ -63,7 +66,7 @@ def content_of(seed: int, num_tokens: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (LAYERS, 2, num_tokens, ROW_BYTES), dtype=np.uint8)
 
 
-@BOTH_KINDS
+@ONE_SLOW
 @FEWER
 @given(data=st.data(), mine=TABLES, theirs=TABLES, num_tokens=st.integers(1, 5 * BLOCK_SIZE))
 def test_places_and_portions_of_layers_do_not_matter(
@@ -80,7 +83,7 @@ def test_places_and_portions_of_layers_do_not_matter(
     assert first_difference(one, other) is None
 
 
-@BOTH_KINDS
+@ONE_SLOW
 @FEWER
 @given(
     num_tokens=st.integers(1, 5 * BLOCK_SIZE), block_size=st.sampled_from([1, 2, 4, 8, 12]), head=st.sampled_from([None, 0, 2])
@@ -110,7 +113,7 @@ def test_a_flipped_bit_shows_in_its_block(kind: type[PoolView], data: st.DataObj
     assert sum(one[i : i + 8] != other[i : i + 8] for i in range(0, len(one), 8)) == 1
 
 
-@BOTH_KINDS
+@ONE_SLOW
 @FEWER
 @given(swapped=st.lists(st.integers(0, 4), min_size=2, max_size=2, unique=True))
 def test_two_swapped_blocks_show(kind: type[PoolView], swapped: list[int]) -> None:
@@ -132,7 +135,7 @@ def test_a_block_too_few_shows(kind: type[PoolView]) -> None:
     assert first_difference(b"", b"") is None
 
 
-@BOTH_KINDS
+@ONE_SLOW
 @FEWER
 @example(places=[(0, 0, 0, 7), (0, 0, 1, 7)], bit=7)  # the highest of a 64-bit word, whose products with odd numbers cancel
 @given(
@@ -153,7 +156,7 @@ def test_flips_of_equal_bits_do_not_make_up_for_each_other(
     assert one != other
 
 
-@BOTH_KINDS
+@ONE_SLOW
 @FEWER
 @given(data=st.data(), axis=st.integers(0, 3))
 def test_what_changed_places_shows(kind: type[PoolView], data: st.DataObject, axis: int) -> None:

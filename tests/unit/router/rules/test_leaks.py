@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from protocol.audit import Books, Owner, PairRow, PinRow, PromptRow, SendRow, TicketRow
@@ -250,7 +250,6 @@ CORRUPTIONS = [
 
 
 @pytest.mark.parametrize("corruption", CORRUPTIONS, ids=lambda c: f"{c.apply.__name__}-{c.role.value}")
-@settings(max_examples=40)  # of each
 @given(workers=clusters(), data=st.data())
 def test_a_single_corruption_is_found_and_nothing_else(
     corruption: Corruption, workers: list[Audited], data: st.DataObject
