@@ -64,23 +64,21 @@ CHECKED = (100, 4095, 8191, 8192, 12_000, 16_000)
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_twice_the_first_context_by_yarn_equals_transformers(
-    smollm2_facts: ModelFacts, transformers_smollm2: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    smollm2_facts: ModelFacts, transformers_smollm2: Any, tmp_path: Path
 ) -> None:
     """At positions below, at and far beyond the model's own context, of a prompt of 16k tokens in chunks."""
     facts = with_overrides(smollm2_facts, {"rope_parameters": YARN}, None)
     assert facts.max_model_len == 16_384
-    config = copy.deepcopy(transformers_smollm2.config)
-    config.rope_parameters = YARN | {"rope_theta": facts.rope_theta}
-    monkeypatch.setattr(transformers_smollm2.model, "rotary_emb", LlamaRotaryEmbedding(config))
-    monkeypatch.setattr(transformers_smollm2.model, "layers", transformers_smollm2.model.layers[:LAYERS])
-    monkeypatch.setattr(transformers_smollm2.config, "num_hidden_layers", LAYERS)
-    facts = saved(transformers_smollm2, replace(facts, num_layers=LAYERS, weight_format=WeightFormat.SAFETENSORS), tmp_path)
+    reference = copy.deepcopy(transformers_smollm2)
+    reference.config.rope_parameters = YARN | {"rope_theta": facts.rope_theta}
+    reference.config.num_hidden_layers = LAYERS
+    reference.model.rotary_emb = LlamaRotaryEmbedding(reference.config)
+    reference.model.layers = reference.model.layers[:LAYERS]
+    facts = saved(reference, replace(facts, num_layers=LAYERS, weight_format=WeightFormat.SAFETENSORS), tmp_path)
     text = Tokenizer.build(resolve("smollm2").tokenizer).encode(PROSE.read_text())
     token_ids = (text * (1 + CHECKED[-1] // len(text)))[: CHECKED[-1] + 1]
     with torch.inference_mode():
-        logits = transformers_smollm2(torch.tensor([token_ids]), logits_to_keep=torch.tensor(CHECKED), use_cache=False).logits[
-            0
-        ]
+        logits = reference(torch.tensor([token_ids]), logits_to_keep=torch.tensor(CHECKED), use_cache=False).logits[0]
     expected = torch.log_softmax(logits, dim=-1)
     runner = ModelRunner.load(facts, dtype="float32", block_size=16, num_kv_tokens=16_384)
     table = list(reversed(range(1024)))
