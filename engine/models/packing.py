@@ -55,7 +55,7 @@ class WeightFormat:
         if self.library is None:
             return weight.dense().to(self.device, self.dtype)
         if weight.quantized is not None and can_pack(weight.quantized.values_OI):
-            return QuantizedMatrix.pack(weight.quantized)
+            return QuantizedMatrix.pack(weight.quantized, self.library)
         return DenseMatrix.pack(weight.dense().to(self.dtype))
 
 

@@ -34,7 +34,8 @@ def load_weights(
     for native operators. Raises ConfigError naming a tensor that is missing, misshaped or unknown.
     """
     if shared and format_.library is not None:
-        identity = (facts.model_hash, str(format_.dtype), format_.quantization, rank, size)
+        by_output = format_.library.records_by_output
+        identity = (facts.model_hash, str(format_.dtype), format_.quantization, by_output, rank, size)
         pack = partial(packed_tensors, facts, format_, rank, size)
         tensors = mapped_tensors(facts.name, identity, pack, partial(is_unchanged, facts))
     else:

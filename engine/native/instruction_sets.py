@@ -42,6 +42,8 @@ class InstructionSet:
     """Makers on whose processors it is the best choice, if not on all: `configs.machine.processor_maker`."""
     tiles: bool = False
     """Whether it uses AMX's tiles, which a process must ask the system for."""
+    records_by_output: bool = False
+    """Whether a record of quantized values holds one output's inputs after the other's, not pairs of inputs of all outputs."""
     rounds_by_maker: bool = False
     """Whether makers of processors are not known to round these instructions alike."""
 
@@ -95,6 +97,7 @@ INSTRUCTION_SETS = (
         dtypes=("bfloat16",),
         builds_on=("avx512_bf16", "avx512", "scalar"),
         tiles=True,
+        records_by_output=True,
     ),
     _AVX512_BF16,
     _AVX512,

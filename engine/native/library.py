@@ -74,6 +74,8 @@ class NativeLibrary:
         """bfloat16 or float32."""
         self.arithmetic = built.arithmetic
         """The operators' part of an arithmetic's name: `engine.native.build.Built`."""
+        self.records_by_output = built.instruction_set.records_by_output
+        """How quantized matrices are to be packed: `pack_quantized`."""
         self._functions = built.functions
         self._suffix = "_float32" if dtype == torch.float32 else ""
         self._threads = threads
@@ -87,6 +89,7 @@ class NativeLibrary:
         A library that is not among them leaves its products to this one's own.
         """
         assert all(built.arithmetic == self.arithmetic for built in alike)
+        assert all(built.instruction_set.records_by_output == self.records_by_output for built in alike)
         for built in alike:
             self._declare(built.functions)
         by_name = {built.instruction_set.name: built.functions for built in alike}
@@ -306,20 +309,41 @@ def can_pack(values_OI: Tensor) -> bool:
     return outputs % OUTPUT_MULTIPLE == 0 and inputs % GROUP == 0
 
 
-def pack_quantized(values_OI: Tensor, scales_OG: Tensor, minimums_OG: Tensor, bits: int) -> Tensor:
-    """The records that products.cpp reads, [O / 16, I / 32, bytes]. Values: 0 to 15, or int8; scales and minimums: float16."""
-    outputs, inputs = values_OI.shape
-    blocks, groups, pairs = outputs // OUTPUT_MULTIPLE, inputs // GROUP, GROUP // 2
-    values = values_OI.to(torch.int16).view(blocks, OUTPUT_MULTIPLE, groups, pairs, 2).permute(0, 2, 3, 1, 4)
-    per_word = 16 // bits
-    parts = (values & (2**bits - 1)).reshape(blocks, groups, pairs // per_word, per_word, 2 * OUTPUT_MULTIPLE).unbind(3)
-    words = sum(part << (bits * place) for place, part in enumerate(parts))
-    assert isinstance(words, Tensor)
-    scales, minimums = (
-        each.view(blocks, OUTPUT_MULTIPLE, groups).transpose(1, 2).contiguous().view(torch.int16)
+def pack_quantized(values_OI: Tensor, scales_OG: Tensor, minimums_OG: Tensor, bits: int, *, records_by_output: bool) -> Tensor:
+    """The records that products.cpp reads, [O / 16, I / 32, bytes], in either of two orders, which a record.h describes each.
+
+    Values: 0 to 15, or int8; scales and minimums: float16.
+    """
+    blocks, groups = len(values_OI) // OUTPUT_MULTIPLE, scales_OG.shape[1]
+    grouped = (values_OI & (2**bits - 1)).view(torch.uint8).view(blocks, OUTPUT_MULTIPLE, groups, GROUP).transpose(1, 2)
+    values = (_by_output if records_by_output else _by_pair)(grouped, bits).reshape(blocks, groups, -1)
+    numbers = (
+        each.view(blocks, OUTPUT_MULTIPLE, groups).transpose(1, 2).contiguous().view(torch.uint8)
         for each in (scales_OG, minimums_OG)
     )
-    return torch.cat((scales, minimums, words.reshape(blocks, groups, -1)), dim=-1).view(torch.uint8)
+    return torch.cat((*numbers, values), dim=-1)
+
+
+def _by_pair(values_BGOI: Tensor, bits: int) -> Tensor:
+    """Of each record: words of one half of several pairs of inputs, as bytes [B, G, word, 16, 2 bytes of 2 inputs]."""
+    per_word = 16 // bits
+    pairs = values_BGOI.unflatten(3, (-1, per_word, 2)).permute(0, 1, 3, 4, 2, 5)
+    return _words(pairs.to(torch.int16).unbind(3), bits)
+
+
+def _by_output(values_BGOI: Tensor, bits: int) -> Tensor:
+    """Of each record: the inputs of an output after those of the other; in four bits, words of four outputs."""
+    if bits == 8:
+        return values_BGOI.contiguous()
+    return _words(values_BGOI.to(torch.int16).unflatten(2, (-1, 4)).unbind(3), bits)
+
+
+def _words(parts: Sequence[Tensor], bits: int) -> Tensor:
+    """The bytes of words that have a value of each of the parts, that of the first one lowest."""
+    words = parts[0]
+    for place, part in enumerate(parts[1:], start=1):
+        words = words | part << (bits * place)
+    return words.contiguous().view(torch.uint8)
 
 
 def _check_records(records: Tensor, outputs: int, inputs: int, bits: int) -> None:

@@ -32,7 +32,7 @@ class QuantizedMatrix:
     """A `Matrix` of a weight of four or eight bits, by its values, scales and minimums."""
 
     def __init__(self, records: Tensor, library: NativeLibrary) -> None:
-        """`records` are what `pack` makes; they tell the matrix's shape and its bits."""
+        """`records` are what `pack` makes for the library; they tell the matrix's shape and its bits."""
         blocks, groups, record_bytes = records.shape
         self._library = library
         self._records = records
@@ -41,15 +41,17 @@ class QuantizedMatrix:
         self._bits = 8 * (record_bytes // OUTPUT_MULTIPLE - 4) // GROUP
 
     @staticmethod
-    def pack(weight: QuantizedWeight) -> Tensor:
-        """The weight as one tensor of bytes, [O / 16, I / 32, bytes]."""
+    def pack(weight: QuantizedWeight, library: NativeLibrary) -> Tensor:
+        """The weight as one tensor of bytes, [O / 16, I / 32, bytes], in the order that the library reads."""
         assert can_pack(weight.values_OI), f"{list(weight.values_OI.shape)} does not divide into records"
-        return pack_quantized(weight.values_OI, weight.scales_OG, weight.minimums_OG, weight.bits)
+        return pack_quantized(
+            weight.values_OI, weight.scales_OG, weight.minimums_OG, weight.bits, records_by_output=library.records_by_output
+        )
 
     @classmethod
     def of(cls, weight: QuantizedWeight, library: NativeLibrary) -> QuantizedMatrix:
         """Pack a weight and multiply by it."""
-        return cls(cls.pack(weight), library)
+        return cls(cls.pack(weight, library), library)
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         return self._library.quantized_product(x_TI, self._records, self._outputs, self._bits, self._library.dtype)

@@ -18,6 +18,8 @@ constexpr i64 kTile = 16;     // rows of a tile, and pairs of inputs
 class Multiplier {
  public:
   Multiplier() = default;
+  // With tiles that have so many rows from the start: for products that are not computed by this class.
+  explicit Multiplier(i64 rows) { shape(rows, rows); }
   Multiplier(const Multiplier&) = delete;
   ~Multiplier() {
     if (upper_) asm volatile("tilerelease");

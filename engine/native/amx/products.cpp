@@ -2,80 +2,200 @@
 // bfloat16 weights. For any number of rows; results are bfloat16, or float32 for the output head.
 //
 // 32 inputs of an output share a float16 scale and minimum, and weight = value * scale + minimum, rounded to bfloat16. So
-// these products are those of the bfloat16 weights, bit for bit. The values of 16 outputs and 32 inputs make a record: 16
-// scales, 16 minimums, then 16-bit words of four nibbles. Words go [z][output][input of a pair]; nibble n belongs to pair
-// 4 z + n, and in eight bits nibbles 2 n and 2 n + 1 to pair 2 z + n. A record becomes a tile: 16 rows, each a pair of
-// inputs of 16 outputs.
+// these products are those of the bfloat16 weights, bit for bit. record.h says how values lie in a record of 16 outputs and
+// 32 inputs. It becomes a tile, a row for each output: then four bits are looked up among an output's 16 possible weights.
+// The inputs are the other factor, so each tile of results has a row for each output, too, and is turned over at the end.
 
 #include "common.h"
+#include <context.h>
 #include <multiply.h>
-
-#include <vector>
+#include <record.h>
+#include <transpose.h>
 
 namespace {
 
-constexpr i64 kGroup = 32, kOutputs = 16;
-constexpr i64 kAhead = 4096;     // bytes that are asked for ahead: the processor by itself stops at every page
-constexpr i64 kRowBlock = 512;  // rows for which weights are unpacked once: as many as stay near the processor
+constexpr i64 kPair = 2 * kOutputs;     // outputs whose products are computed together: of two records
+constexpr i64 kTileValues = kTile * kGroup;
+constexpr i64 kNear = 384 * 1024;       // inputs of all rows that share unpacked weights: 768 KB stay in the second cache
+constexpr i64 kLeastRows = 64;          // but so many share them at least
+constexpr i64 kRowBlock = 512;          // rows that go through weights in bfloat16 together
 
-template <bool kEightBits>
-constexpr i64 kRecordBytes = 4 * kOutputs + kOutputs * kGroup / (kEightBits ? 1 : 2);
+struct alignas(64) Tile {
+  bf16 values[kTileValues];
+};
 
 // The values of a nibble.
 inline __m512 nibbles() { return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
 
-// Eight numbers, each twice.
-inline __m512 twice(__m512 v, int first) {
-  const __m512i places = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
-  return _mm512_permutexvar_ps(_mm512_add_epi32(places, _mm512_set1_epi32(first)), v);
-}
+// Tile after tile of N records of outputs, group after group: [groups][2][16 outputs][32 inputs], of which N are written.
+template <int N, bool kEightBits>
+class Unpacker {
+ public:
+  Unpacker(const uint8_t* records, i64 groups, bf16* panel) : records_(records), groups_(groups), panel_(panel) { convert(0); }
 
-// Eight outputs of a record, in registers of a pair for each.
-template <bool kEightBits>
-struct Eight {
-  const __m256i* words;
-  __m512 scale, small_scale, minimum;  // small_scale is 2^-24 times the scale
-
-  Eight(const uint8_t* record, int half) : words(reinterpret_cast<const __m256i*>(record + 4 * kOutputs) + half) {
-    const auto* halves = reinterpret_cast<const __m256i*>(record);
-    scale = twice(_mm512_cvtph_ps(_mm256_loadu_si256(halves)), 8 * half);
-    small_scale = _mm512_mul_ps(scale, _mm512_set1_ps(0x1p-24f));
-    minimum = twice(_mm512_cvtph_ps(_mm256_loadu_si256(halves + 1)), 8 * half);
+  // Unpack group g; each in its turn. The numbers are a group ahead, so that they lie in memory when they are needed.
+  void operator()(i64 g) {
+    if (g + 1 < groups_) convert(g + 1);
+    asm volatile("" ::: "memory");  // they are to be read from memory: what repeats a number is busy enough
+    for (int n = 0; n < N; ++n) {
+      const uint8_t* record = at(n, g);
+      for (i64 line = 0; line < kBytes; line += 64)  // the same of the next outputs
+        _mm_prefetch(reinterpret_cast<const char*>(record + N * groups_ * kBytes + line), _MM_HINT_T0);
+      unpack(record + 4 * kOutputs, numbers_[g % 2][n], panel_ + (2 * g + n) * kTileValues);
+    }
   }
-  // Words z of the record, in 32 bits each.
-  __m512i wide(int z) const { return _mm512_cvtepi16_epi32(_mm256_loadu_si256(words + 2 * z)); }
-  // The weights of pair n of such words.
-  __m512 weights(__m512i wide, int n, __m512 table) const {
-    if constexpr (!kEightBits) return _mm512_fmadd_ps(_mm512_permutexvar_ps(_mm512_srli_epi32(wide, 4 * n), table), scale, minimum);
-    // The upper byte is a number with its sign; the lower one becomes 2^24 times its number.
-    if (n) return _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_srai_epi32(wide, 8)), scale, minimum);
-    return _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_slli_epi32(wide, 24)), small_scale, minimum);
+
+ private:
+  static constexpr i64 kBytes = kRecordBytes<kEightBits ? 8 : 4>;
+  const uint8_t* records_;
+  const i64 groups_;
+  bf16* panel_;
+  alignas(64) float numbers_[2][N][2 * kOutputs];  // scales and minimums
+
+  const uint8_t* at(int n, i64 g) const { return records_ + (n * groups_ + g) * kBytes; }
+
+  void convert(i64 g) {
+    for (int n = 0; n < N; ++n) {
+      const auto* halves = reinterpret_cast<const __m256i*>(at(n, g));
+      _mm512_store_ps(numbers_[g % 2][n], _mm512_cvtph_ps(_mm256_loadu_si256(halves)));
+      _mm512_store_ps(numbers_[g % 2][n] + kOutputs, _mm512_cvtph_ps(_mm256_loadu_si256(halves + 1)));
+    }
+  }
+
+  static __m512 weights(__m512 values, const float* numbers, int output) {
+    return _mm512_fmadd_ps(values, _mm512_set1_ps(numbers[output]), _mm512_set1_ps(numbers[kOutputs + output]));
+  }
+
+  static void unpack(const uint8_t* values, const float* numbers, bf16* tile) {
+    if constexpr (kEightBits) {
+#pragma GCC unroll 16
+      for (int o = 0; o < kOutputs; ++o) {
+        const auto* bytes = reinterpret_cast<const __m128i*>(values + o * kGroup);
+        const __m512 lower = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(bytes)));
+        const __m512 upper = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(bytes + 1)));
+        _mm512_store_si512(tile + o * kGroup, (__m512i)_mm512_cvtne2ps_pbh(weights(upper, numbers, o), weights(lower, numbers, o)));
+      }
+      return;
+    }
+    const __m512 all = nibbles();
+    const __m512i low = _mm512_set1_epi16(15), second = _mm512_set1_epi16(16);
+#pragma GCC unroll 8
+    for (int o = 0; o < kOutputs; o += 2) {  // two tables of 16 weights make a register
+      const __m512i words = _mm512_loadu_si512(values + o / 4 * 64);
+      const __m512i table = (__m512i)_mm512_cvtne2ps_pbh(weights(all, numbers, o + 1), weights(all, numbers, o));
+      const __m512i one = _mm512_and_si512(_mm512_srli_epi16(words, o % 4 * 4), low);
+      const __m512i other = _mm512_ternarylogic_epi32(_mm512_srli_epi16(words, o % 4 * 4 + 4), low, second, 0xea);  // (a & b) | c
+      _mm512_store_si512(tile + o * kGroup, _mm512_permutexvar_epi16(one, table));
+      _mm512_store_si512(tile + (o + 1) * kGroup, _mm512_permutexvar_epi16(other, table));
+    }
   }
 };
 
-// The records of 16 outputs to columns of a panel, whose pairs are `ldp` values apart.
-template <bool kEightBits>
-void unpack(const uint8_t* records, i64 inputs, bf16* panel, i64 ldp) {
-  constexpr int kPairs = kEightBits ? 2 : 4;  // pairs of a word
-  const __m512 table = nibbles();
-  for (i64 g = 0; g < inputs / kGroup; ++g, records += kRecordBytes<kEightBits>, panel += kTile * ldp) {
-    for (i64 line = 0; line < kRecordBytes<kEightBits>; line += 64)
-      _mm_prefetch(reinterpret_cast<const char*>(records + kAhead + line), _MM_HINT_T0);
-    const Eight<kEightBits> lower(records, 0), upper(records, 1);
-#pragma GCC unroll 8
-    for (int z = 0; z < 16 / kPairs; ++z) {
-      const __m512i low = lower.wide(z), high = upper.wide(z);
-#pragma GCC unroll 4
-      for (int n = 0; n < kPairs; ++n) {
-        const __m512bh pairs = _mm512_cvtne2ps_pbh(upper.weights(high, n, table), lower.weights(low, n, table));
-        _mm512_storeu_si512(panel + (kPairs * z + n) * ldp, (__m512i)pairs);
-      }
-    }
-  }
+// A tile of rows' inputs as the second factor of a product: [16 pairs][16 rows][2]. There are no rows from `count` on: zeros.
+void pack_rows(const bf16* x, i64 count, i64 inputs, bf16* tile) {
+  __m512i rows[kTile];
+  for (i64 r = 0; r < kTile; ++r) rows[r] = r < count ? _mm512_loadu_si512(x + r * inputs) : _mm512_setzero_si512();
+  transpose(rows);
+  for (i64 r = 0; r < kTile; ++r) _mm512_store_si512(tile + r * kGroup, rows[r]);
 }
 
 inline void put(bf16* p, __m512 v) { store(p, v); }
 inline void put(float* p, __m512 v) { _mm512_storeu_ps(p, v); }
+inline void put_two(bf16* p, __m512 low, __m512 high) { _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh(high, low)); }
+inline void put_two(float* p, __m512 low, __m512 high) { put(p, low), put(p + kVector, high); }
+
+// N tiles of results, an output to a row, become up to 16 rows of y.
+template <int N, typename Out>
+void put_rows(const float (*tiles)[kTile * kTile], i64 count, Out* y, i64 outputs) {
+  __m512i columns[N][kTile];
+  for (int n = 0; n < N; ++n) {
+    for (i64 o = 0; o < kTile; ++o) columns[n][o] = _mm512_load_si512(tiles[n] + o * kTile);
+    transpose(columns[n]);
+  }
+  for (i64 r = 0; r < kTile; ++r) {
+    if (r >= count) return;
+    if constexpr (N > 1) put_two(y + r * outputs, _mm512_castsi512_ps(columns[0][r]), _mm512_castsi512_ps(columns[1][r]));
+    else put(y + r * outputs, _mm512_castsi512_ps(columns[0][r]));
+  }
+}
+
+// Up to 16 M packed rows times N records of outputs, whose tiles `prepare` makes one group after the other, before they are needed.
+template <int M, int N, typename Out, typename Prepare>
+inline void multiply_tiles(const bf16* packed, i64 rows, i64 groups, const bf16* panel, Out* y, i64 outputs, Prepare& prepare) {
+  alignas(64) float results[M][N][kTile * kTile];
+  constexpr i64 kRow = 64;  // bytes
+  _tile_zero(0);
+  if constexpr (N > 1) _tile_zero(1);
+  if constexpr (M > 1) _tile_zero(2);
+  if constexpr (M > 1 && N > 1) _tile_zero(3);
+  prepare(0);
+  for (i64 g = 0; g < groups; ++g, packed += kTileValues, panel += 2 * kTileValues) {
+    if (g + 1 < groups) prepare(g + 1);
+    asm volatile("" ::: "memory");  // the intrinsics do not tell the compiler what they read
+    _tile_loadd(4, panel, kRow);
+    _tile_loadd(6, packed, kRow);
+    _tile_dpbf16ps(0, 4, 6);
+    if constexpr (N > 1) {
+      _tile_loadd(5, panel + kTileValues, kRow);
+      _tile_dpbf16ps(1, 5, 6);
+    }
+    if constexpr (M > 1) {
+      _tile_loadd(7, packed + groups * kTileValues, kRow);
+      _tile_dpbf16ps(2, 4, 7);
+    }
+    if constexpr (M > 1 && N > 1) _tile_dpbf16ps(3, 5, 7);
+  }
+  _tile_stored(0, results[0][0], kRow);
+  if constexpr (N > 1) _tile_stored(1, results[0][1], kRow);
+  if constexpr (M > 1) _tile_stored(2, results[1][0], kRow);
+  if constexpr (M > 1 && N > 1) _tile_stored(3, results[1][1], kRow);
+  asm volatile("" ::: "memory");
+  for (int m = 0; m < M; ++m) put_rows<N>(results[m], rows - m * kTile, y + m * kTile * outputs, outputs);
+}
+
+// Packed rows times N records of outputs. The first rows' products and the unpacking go on side by side.
+template <int N, bool kEightBits, typename Out>
+void multiply_outputs(const bf16* packed, i64 rows, i64 groups, const uint8_t* records, bf16* panel, Out* y, i64 outputs) {
+  Unpacker<N, kEightBits> unpack(records, groups, panel);
+  auto nothing = [](i64) {};
+  if (rows > kTile) multiply_tiles<2, N>(packed, rows, groups, panel, y, outputs, unpack);
+  else multiply_tiles<1, N>(packed, rows, groups, panel, y, outputs, unpack);
+  for (i64 first = 2 * kTile; first < rows; first += 2 * kTile) {
+    const bf16* from = packed + first * groups * kGroup;
+    if (rows - first > kTile) multiply_tiles<2, N>(from, rows - first, groups, panel, y + first * outputs, outputs, nothing);
+    else multiply_tiles<1, N>(from, rows - first, groups, panel, y + first * outputs, outputs, nothing);
+  }
+}
+
+template <bool kEightBits, typename Out>
+void quantized(const bf16* x, const uint8_t* records, Out* y, i64 rows, i64 inputs, i64 outputs, i64 threads) {
+  static thread_local Room<Tile> room;
+  const i64 groups = inputs / kGroup, bytes = groups * kRecordBytes<kEightBits ? 8 : 4>, row_tiles = (rows + kTile - 1) / kTile;
+  const i64 together = std::max(kNear / inputs / kPair * kPair, kLeastRows);
+  bf16* packed = room.of(row_tiles * groups)->values;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+#pragma omp for schedule(static)
+    for (i64 tile = 0; tile < row_tiles * groups; ++tile) {
+      const i64 row = tile / groups * kTile;
+      pack_rows(x + row * inputs + tile % groups * kGroup, rows - row, inputs, packed + tile * kTileValues);
+    }
+    static thread_local Room<Tile> own;
+    bf16* panel = own.of(2 * groups)->values;
+    Multiplier tiles(kTile);
+    for (i64 first = 0; first < rows; first += together) {
+      const i64 count = std::min(rows - first, together);
+      const bf16* from = packed + first * inputs;
+#pragma omp for schedule(static) nowait
+      for (i64 output = 0; output < outputs; output += kPair) {
+        const uint8_t* stored = records + output / kOutputs * bytes;
+        Out* to = y + first * outputs + output;
+        if (output + kOutputs < outputs) multiply_outputs<2, kEightBits>(from, count, groups, stored, panel, to, outputs);
+        else multiply_outputs<1, kEightBits>(from, count, groups, stored, panel, to, outputs);
+      }
+    }
+  }
+}
 
 // Rows times 16 * N columns that start at y.
 template <int N, typename Out>
@@ -86,35 +206,6 @@ void multiply_columns(Multiplier& multiplier, const bf16* x, i64 rows, i64 input
     multiplier.columns<N>(x + first * inputs, inputs, count, weights, ldw, inputs / 2, results[0], N * kTile, false);
     for (i64 r = 0; r < count; ++r)
       for (int n = 0; n < N; ++n) put(y + (first + r) * outputs + n * kTile, _mm512_load_ps(results[r] + n * kTile));
-  }
-}
-
-template <bool kEightBits, typename Out>
-void quantized(const bf16* x, const uint8_t* records, Out* y, i64 rows, i64 inputs, i64 outputs, i64 threads) {
-  constexpr i64 kLdp = 4 * kTile;  // a panel is [inputs / 2][32][2]
-  const i64 bytes = inputs / kGroup * kRecordBytes<kEightBits>, blocks = (outputs + 2 * kOutputs - 1) / (2 * kOutputs);
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  {
-    static thread_local std::vector<bf16> panel;
-    panel.resize(inputs / 2 * kLdp);
-    Multiplier multiplier;
-    for (i64 first = 0; first < rows; first += kRowBlock) {
-      const i64 count = std::min(rows - first, kRowBlock);
-      const bf16* own = x + first * inputs;
-#pragma omp for schedule(static) nowait
-      for (i64 block = 0; block < blocks; ++block) {
-        const i64 column = 2 * block * kOutputs;
-        const uint8_t* stored = records + 2 * block * bytes;
-        Out* to = y + first * outputs + column;
-        unpack<kEightBits>(stored, inputs, panel.data(), kLdp);
-        if (column + kOutputs < outputs) {
-          unpack<kEightBits>(stored + bytes, inputs, panel.data() + 2 * kTile, kLdp);
-          multiply_columns<2>(multiplier, own, count, inputs, panel.data(), kLdp, to, outputs);
-        } else {
-          multiply_columns<1>(multiplier, own, count, inputs, panel.data(), kLdp, to, outputs);
-        }
-      }
-    }
   }
 }
 

@@ -2,6 +2,7 @@
 // same for every instruction set. See library.py for the contracts in Python, and for how matrices are packed.
 
 #include <immintrin.h>
+#include <record.h>
 
 #include <cmath>
 #include <cstdint>
@@ -11,7 +12,7 @@ namespace {
 
 using i64 = int64_t;
 
-constexpr int kGroup = 32, kBlock = 16, kColumns = 64;
+constexpr i64 kBlock = 16, kColumns = 64;
 
 // To the nearest, ties to the even one; a NaN stays one.
 void put(uint16_t* to, float value) {
@@ -29,24 +30,18 @@ bool all_inside(const i64* ids, i64 count, i64 outputs) {
   return true;
 }
 
-// A group of inputs of 16 outputs: their scales, their minimums, and words of 16 bits. A word has the same half of 16 / kBits
-// pairs of inputs, the first lowest.
 template <int kBits, typename T>
 void quantized_row(const uint8_t* records, i64 id, T* out, i64 inputs) {
-  constexpr int kPairs = 16 / kBits, kWords = kGroup / 2 / kPairs, kRecord = kBlock * (4 + kGroup * kBits / 8);
   const i64 groups = inputs / kGroup;
-  const uint8_t* record = records + id / kBlock * groups * kRecord;
-  const int place = id % kBlock;
-  for (i64 group = 0; group < groups; ++group, record += kRecord, out += kGroup) {
+  const uint8_t* record = records + id / kOutputs * groups * kRecordBytes<kBits>;
+  const int place = id % kOutputs;
+  for (i64 group = 0; group < groups; ++group, record += kRecordBytes<kBits>, out += kGroup) {
     const uint16_t* halves = reinterpret_cast<const uint16_t*>(record);
-    const float scale = _cvtsh_ss(halves[place]), minimum = _cvtsh_ss(halves[kBlock + place]);
-    const uint16_t* words = halves + 2 * kBlock + 2 * place;
-    for (int word = 0; word < kWords; ++word) {
-      for (int i = 0; i < 2 * kPairs; ++i) {
-        const int bits = words[word * 2 * kBlock + i % 2] >> (kBits * (i / 2)) & ((1 << kBits) - 1);
-        const float value = kBits == 8 ? static_cast<int8_t>(bits) : bits;
-        put(out + word * 2 * kPairs + i, value * scale + minimum);
-      }
+    const float scale = _cvtsh_ss(halves[place]), minimum = _cvtsh_ss(halves[kOutputs + place]);
+    for (int input = 0; input < kGroup; ++input) {
+      const int bits = stored_value<kBits>(record, place, input);
+      const float value = kBits == 8 ? static_cast<int8_t>(bits) : bits;
+      put(out + input, value * scale + minimum);
     }
   }
 }

@@ -1,0 +1,21 @@
+// A record: the values of 16 outputs and 32 inputs in four or eight bits, with a float16 scale and minimum for each output.
+//
+// 16 scales, 16 minimums, then words of 16 bits. A word has the same half of 16 / kBits pairs of inputs, the first lowest. An
+// output's two words, for the first and the second inputs of pairs, lie side by side, and those of 16 outputs follow each other.
+#pragma once
+
+#include <cstdint>
+
+constexpr int64_t kGroup = 32, kOutputs = 16;
+
+template <int kBits>
+constexpr int64_t kRecordBytes = kOutputs * (4 + kGroup * kBits / 8);
+
+// The bits of a value, in the lowest places.
+template <int kBits>
+inline int stored_value(const uint8_t* record, int output, int input) {
+  constexpr int kPairs = 16 / kBits;
+  const int pair = input / 2;
+  const uint16_t* words = reinterpret_cast<const uint16_t*>(record + 4 * kOutputs) + pair / kPairs * 2 * kOutputs;
+  return words[2 * output + input % 2] >> (kBits * (pair % kPairs)) & ((1 << kBits) - 1);
+}
