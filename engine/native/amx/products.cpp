@@ -27,11 +27,21 @@ struct alignas(64) Tile {
 // The values of a nibble.
 inline __m512 nibbles() { return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
 
-// Tile after tile of N records of outputs, group after group: [groups][2][16 outputs][32 inputs], of which N are written.
+// Unpacked weights, the two tiles of a group after those of the one before it: all groups, or the last ones, so that they stay
+// near where no more rows need them.
+struct Panel {
+  static constexpr i64 kAll = -1, kLast = 7;  // all, and the last eight
+  bf16* tiles;
+  i64 kept;
+
+  bf16* tile(i64 group, int n) const { return tiles + (2 * (group & kept) + n) * kTileValues; }
+};
+
+// N records of outputs become tiles, one group after the other.
 template <int N, bool kEightBits>
 class Unpacker {
  public:
-  Unpacker(const uint8_t* records, i64 groups, bf16* panel) : records_(records), groups_(groups), panel_(panel) { convert(0); }
+  Unpacker(const uint8_t* records, i64 groups, Panel panel) : records_(records), groups_(groups), panel_(panel) { convert(0); }
 
   // Unpack group g; each in its turn. The numbers are a group ahead, so that they lie in memory when they are needed.
   void operator()(i64 g) {
@@ -41,7 +51,7 @@ class Unpacker {
       const uint8_t* record = at(n, g);
       for (i64 line = 0; line < kBytes; line += 64)  // the same of the next outputs
         _mm_prefetch(reinterpret_cast<const char*>(record + N * groups_ * kBytes + line), _MM_HINT_T0);
-      unpack(record + 4 * kOutputs, numbers_[g % 2][n], panel_ + (2 * g + n) * kTileValues);
+      unpack(record + 4 * kOutputs, numbers_[g % 2][n], panel_.tile(g, n));
     }
   }
 
@@ -49,7 +59,7 @@ class Unpacker {
   static constexpr i64 kBytes = kRecordBytes<kEightBits ? 8 : 4>;
   const uint8_t* records_;
   const i64 groups_;
-  bf16* panel_;
+  const Panel panel_;
   alignas(64) float numbers_[2][N][2 * kOutputs];  // scales and minimums
 
   const uint8_t* at(int n, i64 g) const { return records_ + (n * groups_ + g) * kBytes; }
@@ -121,7 +131,7 @@ void put_rows(const float (*tiles)[kTile * kTile], i64 count, Out* y, i64 output
 
 // Up to 16 M packed rows times N records of outputs, whose tiles `prepare` makes one group after the other, before they are needed.
 template <int M, int N, typename Out, typename Prepare>
-inline void multiply_tiles(const bf16* packed, i64 rows, i64 groups, const bf16* panel, Out* y, i64 outputs, Prepare& prepare) {
+inline void multiply_tiles(const bf16* packed, i64 rows, i64 groups, Panel panel, Out* y, i64 outputs, Prepare& prepare) {
   alignas(64) float results[M][N][kTile * kTile];
   constexpr i64 kRow = 64;  // bytes
   _tile_zero(0);
@@ -129,14 +139,14 @@ inline void multiply_tiles(const bf16* packed, i64 rows, i64 groups, const bf16*
   if constexpr (M > 1) _tile_zero(2);
   if constexpr (M > 1 && N > 1) _tile_zero(3);
   prepare(0);
-  for (i64 g = 0; g < groups; ++g, packed += kTileValues, panel += 2 * kTileValues) {
+  for (i64 g = 0; g < groups; ++g, packed += kTileValues) {
     if (g + 1 < groups) prepare(g + 1);
     asm volatile("" ::: "memory");  // the intrinsics do not tell the compiler what they read
-    _tile_loadd(4, panel, kRow);
+    _tile_loadd(4, panel.tile(g, 0), kRow);
     _tile_loadd(6, packed, kRow);
     _tile_dpbf16ps(0, 4, 6);
     if constexpr (N > 1) {
-      _tile_loadd(5, panel + kTileValues, kRow);
+      _tile_loadd(5, panel.tile(g, 1), kRow);
       _tile_dpbf16ps(1, 5, 6);
     }
     if constexpr (M > 1) {
@@ -155,7 +165,8 @@ inline void multiply_tiles(const bf16* packed, i64 rows, i64 groups, const bf16*
 
 // Packed rows times N records of outputs. The first rows' products and the unpacking go on side by side.
 template <int N, bool kEightBits, typename Out>
-void multiply_outputs(const bf16* packed, i64 rows, i64 groups, const uint8_t* records, bf16* panel, Out* y, i64 outputs) {
+void multiply_outputs(const bf16* packed, i64 rows, i64 groups, const uint8_t* records, bf16* tiles, Out* y, i64 outputs) {
+  const Panel panel{tiles, rows > 2 * kTile ? Panel::kAll : Panel::kLast};
   Unpacker<N, kEightBits> unpack(records, groups, panel);
   auto nothing = [](i64) {};
   if (rows > kTile) multiply_tiles<2, N>(packed, rows, groups, panel, y, outputs, unpack);
@@ -181,8 +192,8 @@ void quantized(const bf16* x, const uint8_t* records, Out* y, i64 rows, i64 inpu
       pack_rows(x + row * inputs + tile % groups * kGroup, rows - row, inputs, packed + tile * kTileValues);
     }
     static thread_local Room<Tile> own;
-    bf16* panel = own.of(2 * groups)->values;
-    Multiplier tiles(kTile);
+    bf16* tiles = own.of(2 * std::max(groups, Panel::kLast + 1))->values;
+    Multiplier shaped(kTile);
     for (i64 first = 0; first < rows; first += together) {
       const i64 count = std::min(rows - first, together);
       const bf16* from = packed + first * inputs;
@@ -190,8 +201,8 @@ void quantized(const bf16* x, const uint8_t* records, Out* y, i64 rows, i64 inpu
       for (i64 output = 0; output < outputs; output += kPair) {
         const uint8_t* stored = records + output / kOutputs * bytes;
         Out* to = y + first * outputs + output;
-        if (output + kOutputs < outputs) multiply_outputs<2, kEightBits>(from, count, groups, stored, panel, to, outputs);
-        else multiply_outputs<1, kEightBits>(from, count, groups, stored, panel, to, outputs);
+        if (output + kOutputs < outputs) multiply_outputs<2, kEightBits>(from, count, groups, stored, tiles, to, outputs);
+        else multiply_outputs<1, kEightBits>(from, count, groups, stored, tiles, to, outputs);
       }
     }
   }
