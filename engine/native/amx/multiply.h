@@ -30,6 +30,31 @@ class Multiplier {
       columns<2>(a, lda, rows, b + 2 * column, 2 * kColumns, pairs, c + column, ldc, add);
   }
 
+  static constexpr i64 kFewQueries = 4;
+
+  // Shape the tiles for up to 16 rows, and for `few_queries` beside them.
+  void few(i64 rows) {
+    upper_ = rows;
+    lower_ = 0;
+    Configuration configuration(rows, kTile);
+    configuration.row_bytes[2] = configuration.row_bytes[3] = kFewQueries * sizeof(float);
+    load(configuration);
+  }
+
+  // C[16, 4] = A[16, size] B, where B is packed as [size / 2][4][2].
+  static void few_queries(const bf16* a, i64 lda, const bf16* b, i64 size, float* c) {
+    constexpr i64 kRow = kFewQueries * sizeof(float);
+    asm volatile("" ::: "memory");
+    _tile_zero(2);
+    for (i64 first = 0; first < size; first += 2 * kTile) {
+      _tile_loadd(5, a + first, lda * sizeof(bf16));
+      _tile_loadd(3, b + first * kFewQueries, kRow);
+      _tile_dpbf16ps(2, 5, 3);
+    }
+    _tile_stored(2, c, kRow);
+    asm volatile("" ::: "memory");
+  }
+
   // The same for 16 * N columns of B, whose pairs are `ldb` values apart.
   template <int N>
   void columns(const bf16* a, i64 lda, i64 rows, const bf16* b, i64 ldb, i64 pairs, float* c, i64 ldc, bool add) {
@@ -45,21 +70,26 @@ class Multiplier {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t row_bytes[16] = {};
     uint8_t rows[16] = {};
+
+    // Tiles 0 to 3 are C, 4 and 5 A, 6 and 7 B.
+    Configuration(i64 upper, i64 lower) {
+      for (int tile = 0; tile < 8; ++tile) row_bytes[tile] = 64;
+      rows[0] = rows[1] = rows[4] = static_cast<uint8_t>(upper);
+      rows[2] = rows[3] = rows[5] = static_cast<uint8_t>(lower);
+      rows[6] = rows[7] = kTile;
+    }
   };
   i64 upper_ = 0, lower_ = 0;
 
-  // Tiles 0 to 3 are C, 4 and 5 A, 6 and 7 B. `lower` is not positive where the lower tiles of A and C are not used.
+  // `lower` is not positive where the lower tiles of A and C are not used.
   void shape(i64 upper, i64 lower) {
     if (upper == upper_ && (lower <= 0 || lower == lower_)) return;
     upper_ = upper;
     lower_ = std::max<i64>(lower, 1);
-    Configuration configuration;
-    for (int tile = 0; tile < 8; ++tile) configuration.row_bytes[tile] = 64;
-    configuration.rows[0] = configuration.rows[1] = configuration.rows[4] = static_cast<uint8_t>(upper_);
-    configuration.rows[2] = configuration.rows[3] = configuration.rows[5] = static_cast<uint8_t>(lower_);
-    configuration.rows[6] = configuration.rows[7] = kTile;
-    asm volatile("ldtilecfg %0" ::"m"(configuration));
+    load({upper_, lower_});
   }
+
+  static void load(const Configuration& configuration) { asm volatile("ldtilecfg %0" ::"m"(configuration)); }
 
   template <int M, int N>
   static void multiply(const bf16* a, i64 lda, const bf16* b, i64 ldb, i64 pairs, float* c, i64 ldc, bool add) {

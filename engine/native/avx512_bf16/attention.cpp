@@ -8,9 +8,10 @@
 // with all rows that see them. Each row keeps a running maximum and total, as in Milakov and Gimelshein, "Online normalizer
 // calculation for softmax", 2018, and Dao et al., "FlashAttention", 2022. Scores are logarithms to the base of two.
 
-#include "context.h"
+#include <context.h>
 #include <multiply.h>
-#include <transpose.h>
+#include <packing.h>
+#include <scores.h>
 
 #include <algorithm>
 #include <cmath>
@@ -20,46 +21,7 @@
 namespace {
 
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
-constexpr i64 kLine = 32;  // values of a line of the caches, which is a register
 constexpr i64 kTileTokens = 16;  // tokens of a prompt that go through the context together
-
-// Where [2 i] is value first + i of one register, and [2 i + 1] that of another one.
-inline __m512i interleaved(int first) {
-  alignas(64) int16_t places[32];
-  for (int i = 0; i < 16; ++i) places[2 * i] = first + i, places[2 * i + 1] = 32 + first + i;
-  return _mm512_load_si512(places);
-}
-
-// Up to 64 tokens of one head that lie at `offsets`: keys as [H / 2][64][2], values as [32][64][2] for each 64 of H, `stride`
-// apart; tokens from `count` on are zero. Brings as much near meanwhile. Returns whether all values are numbers.
-bool pack_block(const Context<bf16>& context, i64 size, const i64* offsets, i64 count, bf16* keys, bf16* values, i64 stride, Ahead<bf16>& ahead) {
-  alignas(64) static constexpr bf16 kNothing[128] = {};
-  const bf16* from[kColumns];
-  for (i64 t = 0; t < kColumns; ++t) from[t] = t < count ? context.keys + offsets[t] : kNothing;
-  for (i64 t = 0; t < kColumns; t += kVector)
-    for (i64 p = 0; p < size / 2; p += kVector) {
-      __m512i pairs[16];
-      for (int i = 0; i < 16; ++i) pairs[i] = _mm512_loadu_si512(from[t + i] + 2 * p);
-      transpose(pairs);
-      for (int i = 0; i < 16; ++i) _mm512_storeu_si512(keys + ((p + i) * kColumns + t) * 2, pairs[i]);
-      ahead.bring(kVector / 2);
-    }
-  for (i64 t = 0; t < kColumns; ++t) from[t] = t < count ? context.values + offsets[t] : kNothing;
-  const __m512i exponent = _mm512_set1_epi16(0x7f80), lower = interleaved(0), upper = interleaved(16);
-  __mmask32 no_numbers = 0;
-  for (i64 t = 0; t < kColumns; t += 2) {
-    for (i64 h = 0; h < size; h += kLine) {
-      const __m512i one = _mm512_loadu_si512(from[t] + h), other = _mm512_loadu_si512(from[t + 1] + h);
-      no_numbers |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(one, exponent), exponent);
-      no_numbers |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(other, exponent), exponent);
-      bf16* to = values + h / kColumns * stride + (t / 2 * kColumns + h % kColumns) * 2;
-      _mm512_storeu_si512(to, _mm512_permutex2var_epi16(one, lower, other));
-      _mm512_storeu_si512(to + kLine, _mm512_permutex2var_epi16(one, upper, other));
-    }
-    ahead.bring(size / kLine);
-  }
-  return !no_numbers;
-}
 
 // Scores of one row over a chunk become weights in bfloat16, relative to the largest score so far. Where kMasked, only the
 // first `visible` keys count, but for the first `hidden` of them. Returns what the row's sums so far are to be multiplied by.
@@ -108,6 +70,12 @@ struct Rows {
   void look(Multiplier& multiply, i64 first, i64 last, i64 size, const Packed& chunk, i64 count, i64 window, float scale, const Visible& visible) {
     for (i64 t = 0; t < count; t += kColumns)
       multiply(&queries[first * size], size, last - first, chunk.keys + t * size, size / 2, &scores[first * kChunk + t], kChunk, false);
+    weigh(multiply, first, last, size, chunk, count, window, scale, visible);
+  }
+
+  // The same where the scores are there already.
+  template <typename Visible>
+  void weigh(Multiplier& multiply, i64 first, i64 last, i64 size, const Packed& chunk, i64 count, i64 window, float scale, const Visible& visible) {
     for (i64 r = first; r < last; ++r) {
       const i64 hidden = visible(r) - window;
       const auto weigh = visible(r) < count || hidden > 0 ? weigh_row<true> : weigh_row<false>;
@@ -139,12 +107,13 @@ inline i64 chunk_tokens(i64 left) { return std::min(kChunk, (left + kColumns - 1
 void decode_sequence(const bf16* q, const Context<bf16>& context, i64 length, i64 window, const Heads& heads, i64 first, i64 last, float scale,
                      bf16* out, const Context<bf16>& after, i64 after_length) {
   static thread_local Rows rows;
+  static thread_local Scorer scorer;
   static thread_local Room<bf16> buffer;
   Multiplier multiply;
   const i64 group = heads.group(), size = heads.size, count_rows = (last - first) * group, own = first * group * size;
+  scorer.begin(multiply, q + own, last - first, group, size);
   rows.begin(count_rows, size);
-  std::memcpy(rows.queries.data(), q + own, count_rows * size * sizeof(bf16));
-  bf16 *keys = buffer.of(2 * kChunk * size), *values = keys + kChunk * size;
+  bf16* values = buffer.of(kChunk * size);
   i64 offsets[kChunk];
   for (i64 begin = first_chunk(length, window); begin < length; begin += kChunk) {
     const i64 left = length - begin, count = chunk_tokens(left);
@@ -155,11 +124,12 @@ void decode_sequence(const bf16* q, const Context<bf16>& context, i64 length, i6
     ahead.tokens = std::min(is_last ? after_length : left - kChunk, kChunk);
     next.locate(is_last ? 0 : begin + kChunk, ahead.tokens, ahead.offsets);
     for (i64 head = first; head < last; ++head) {
-      for (i64 t = 0; t < count; t += kColumns)
-        pack_block(context.of_head(head, size), size, offsets + t, left - t, keys + t * size, values + t * kColumns, kChunk * kColumns,
-                   ahead);
+      const Context<bf16> here = context.of_head(head, size);
       const i64 row = (head - first) * group;
-      rows.look(multiply, row, row + group, size, {keys, values, kChunk * kColumns}, count, window, scale, [&](i64) { return left; });
+      scorer(multiply, head - first, here.keys, offsets, left, count, &rows.scores[row * kChunk], ahead);
+      for (i64 t = 0; t < count; t += kColumns)
+        pack_values<false>(here.values, size, offsets + t, left - t, values + t * kColumns, kChunk * kColumns, ahead);
+      rows.weigh(multiply, row, row + group, size, {nullptr, values, kChunk * kColumns}, count, window, scale, [&](i64) { return left; });
     }
   }
   for (i64 r = 0; r < count_rows; ++r) rows.finish(r, size, out + own + r * size);
@@ -220,8 +190,9 @@ void prefill_attention(const bf16* qkv, const bf16* keys, const bf16* values, co
     i64 offsets[kColumns];
     context.locate(begin, count, offsets);
     Ahead<bf16> nothing{};
-    const bool whole = pack_block(context.of_head(head, size), size, offsets, count, packed_keys + at + begin * size,
-                                  packed_values + at + begin * kColumns, padded * kColumns, nothing);
+    const Context<bf16> here = context.of_head(head, size);
+    pack_keys(here.keys, size, offsets, count, packed_keys + at + begin * size, nothing);
+    const bool whole = pack_values<true>(here.values, size, offsets, count, packed_values + at + begin * kColumns, padded * kColumns, nothing);
     numbers = numbers && whole;
   }
   // A tile multiplies values that a row must not see by zero, and zero times infinity is no number.
