@@ -5,10 +5,11 @@
     first process ── lock ──► pack ──► write beside its place, sync, rename ──┐
     every other one, and every later start ───────────────────────────────────┴──► map
 
-The digest is of what the tensors depend on: the model's own hash, type, quantization, rank, number of ranks, and the code that
-packs. A file never changes, so what lies in memory is one copy for all, and the system may drop pages that nobody reads. A file
-that was not mapped for `_UNUSED_DAYS` goes when the next one is written, and so does what a dead writer left. Where the folder
-can't be written, or the disk would be more than half full of what is left, each process holds its own copy.
+The digest is of what the tensors depend on: the model's own hash, type, quantization, order of the values, rank, number of
+ranks, and the code that packs. A file never changes, so what lies in memory is one copy for all, and the system may drop pages
+that nobody reads. A file that was not mapped for `_UNUSED_DAYS` goes when the next one is written, and so does what a dead
+writer left. Where the folder can't be written, or the disk would be more than half full of what is left, each process holds
+its own copy.
 """
 
 from __future__ import annotations

@@ -315,7 +315,7 @@ def pack_quantized(values_OI: Tensor, scales_OG: Tensor, minimums_OG: Tensor, bi
     Values: 0 to 15, or int8; scales and minimums: float16.
     """
     blocks, groups = len(values_OI) // OUTPUT_MULTIPLE, scales_OG.shape[1]
-    grouped = (values_OI & (2**bits - 1)).view(torch.uint8).view(blocks, OUTPUT_MULTIPLE, groups, GROUP).transpose(1, 2)
+    grouped = values_OI.view(torch.uint8).view(blocks, OUTPUT_MULTIPLE, groups, GROUP).transpose(1, 2)
     values = (_by_output if records_by_output else _by_pair)(grouped, bits).reshape(blocks, groups, -1)
     numbers = (
         each.view(blocks, OUTPUT_MULTIPLE, groups).transpose(1, 2).contiguous().view(torch.uint8)

@@ -17,15 +17,12 @@ namespace {
 constexpr i64 kPair = 2 * kOutputs;     // outputs whose products are computed together: of two records
 constexpr i64 kTileValues = kTile * kGroup;
 constexpr i64 kNear = 384 * 1024;       // inputs of all rows that share unpacked weights: 768 KB stay in the second cache
-constexpr i64 kLeastRows = 64;          // but so many share them at least
+constexpr i64 kLeastRows = 2 * kPair;   // but so many share them at least
 constexpr i64 kRowBlock = 512;          // rows that go through weights in bfloat16 together
 
 struct alignas(64) Tile {
   bf16 values[kTileValues];
 };
-
-// The values of a nibble.
-inline __m512 nibbles() { return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
 
 // Unpacked weights, the two tiles of a group after those of the one before it: all groups, or the last ones, so that they stay
 // near where no more rows need them.
@@ -46,7 +43,9 @@ class Unpacker {
   // Unpack group g; each in its turn. The numbers are a group ahead, so that they lie in memory when they are needed.
   void operator()(i64 g) {
     if (g + 1 < groups_) convert(g + 1);
-    asm volatile("" ::: "memory");  // they are to be read from memory: what repeats a number is busy enough
+    // Numbers are to be read from memory: what repeats one from a register is busy enough. And tiles are not to be written before
+    // those of eight groups ago are loaded.
+    asm volatile("" ::: "memory");
     for (int n = 0; n < N; ++n) {
       const uint8_t* record = at(n, g);
       for (i64 line = 0; line < kBytes; line += 64)  // the same of the next outputs
@@ -87,7 +86,7 @@ class Unpacker {
       }
       return;
     }
-    const __m512 all = nibbles();
+    const __m512 all = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const __m512i low = _mm512_set1_epi16(15), second = _mm512_set1_epi16(16);
 #pragma GCC unroll 8
     for (int o = 0; o < kOutputs; o += 2) {  // two tables of 16 weights make a register
@@ -168,41 +167,43 @@ template <int N, bool kEightBits, typename Out>
 void multiply_outputs(const bf16* packed, i64 rows, i64 groups, const uint8_t* records, bf16* tiles, Out* y, i64 outputs) {
   const Panel panel{tiles, rows > 2 * kTile ? Panel::kAll : Panel::kLast};
   Unpacker<N, kEightBits> unpack(records, groups, panel);
-  auto nothing = [](i64) {};
-  if (rows > kTile) multiply_tiles<2, N>(packed, rows, groups, panel, y, outputs, unpack);
-  else multiply_tiles<1, N>(packed, rows, groups, panel, y, outputs, unpack);
-  for (i64 first = 2 * kTile; first < rows; first += 2 * kTile) {
+  const auto multiply = [&](i64 first, auto& prepare) {
     const bf16* from = packed + first * groups * kGroup;
-    if (rows - first > kTile) multiply_tiles<2, N>(from, rows - first, groups, panel, y + first * outputs, outputs, nothing);
-    else multiply_tiles<1, N>(from, rows - first, groups, panel, y + first * outputs, outputs, nothing);
-  }
+    Out* to = y + first * outputs;
+    if (rows - first > kTile) multiply_tiles<2, N>(from, rows - first, groups, panel, to, outputs, prepare);
+    else multiply_tiles<1, N>(from, rows - first, groups, panel, to, outputs, prepare);
+  };
+  auto nothing = [](i64) {};
+  multiply(0, unpack);
+  for (i64 first = 2 * kTile; first < rows; first += 2 * kTile) multiply(first, nothing);
 }
 
 template <bool kEightBits, typename Out>
 void quantized(const bf16* x, const uint8_t* records, Out* y, i64 rows, i64 inputs, i64 outputs, i64 threads) {
   static thread_local Room<Tile> room;
-  const i64 groups = inputs / kGroup, bytes = groups * kRecordBytes<kEightBits ? 8 : 4>, row_tiles = (rows + kTile - 1) / kTile;
-  const i64 together = std::max(kNear / inputs / kPair * kPair, kLeastRows);
-  bf16* packed = room.of(row_tiles * groups)->values;
+  const i64 groups = inputs / kGroup, bytes = groups * kRecordBytes<kEightBits ? 8 : 4>;
+  const i64 most = std::max(kNear / inputs, kLeastRows), parts = (rows + most - 1) / most;
+  const i64 together = parts > 1 ? (rows / parts / kPair + 1) * kPair : rows;  // no part is so small that unpacking takes its time
+  bf16* packed = room.of((together + kTile - 1) / kTile * groups)->values;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
-#pragma omp for schedule(static)
-    for (i64 tile = 0; tile < row_tiles * groups; ++tile) {
-      const i64 row = tile / groups * kTile;
-      pack_rows(x + row * inputs + tile % groups * kGroup, rows - row, inputs, packed + tile * kTileValues);
-    }
     static thread_local Room<Tile> own;
     bf16* tiles = own.of(2 * std::max(groups, Panel::kLast + 1))->values;
     Multiplier shaped(kTile);
     for (i64 first = 0; first < rows; first += together) {
       const i64 count = std::min(rows - first, together);
-      const bf16* from = packed + first * inputs;
-#pragma omp for schedule(static) nowait
+      const bf16* from = x + first * inputs;
+#pragma omp for schedule(static)
+      for (i64 tile = 0; tile < (count + kTile - 1) / kTile * groups; ++tile) {
+        const i64 row = tile / groups * kTile;
+        pack_rows(from + row * inputs + tile % groups * kGroup, count - row, inputs, packed + tile * kTileValues);
+      }
+#pragma omp for schedule(static)
       for (i64 output = 0; output < outputs; output += kPair) {
         const uint8_t* stored = records + output / kOutputs * bytes;
         Out* to = y + first * outputs + output;
-        if (output + kOutputs < outputs) multiply_outputs<2, kEightBits>(from, count, groups, stored, tiles, to, outputs);
-        else multiply_outputs<1, kEightBits>(from, count, groups, stored, tiles, to, outputs);
+        if (output + kOutputs < outputs) multiply_outputs<2, kEightBits>(packed, count, groups, stored, tiles, to, outputs);
+        else multiply_outputs<1, kEightBits>(packed, count, groups, stored, tiles, to, outputs);
       }
     }
   }

@@ -1,5 +1,5 @@
 // Rows of packed matrices, unpacked again: the embeddings of tokens, from the matrix that is the output head too. Plain C++, the
-// same for every instruction set. See library.py for the contracts in Python, and for how matrices are packed.
+// same for every instruction set but for what its record.h says. See library.py for the contracts in Python, and for packing.
 
 #include <immintrin.h>
 #include <record.h>

@@ -24,6 +24,9 @@ from engine.kernels.kv_cache import dequantized, quantized_heads
 from engine.kernels.norm import rms_norm
 from engine.kernels.quantized import quantize
 from engine.model_runner import DtypeName, ModelRunner
+from engine.models import weight_file
+from engine.models.packing import Quantization, WeightFormat
+from engine.models.weights import load_weights
 from engine.native import build
 from engine.native.files import FORCED
 from engine.native.instruction_sets import INSTRUCTION_SETS, InstructionSet, find_compiler
@@ -134,6 +137,22 @@ def test_tiles_multiply_the_bfloat16_of_quantized_weights(forced: Variant) -> No
         weight, x = quantize(torch.randn(80, 320), bits), torch.randn(37, 320).to(forced.dtype)
         dense = DenseMatrix.of(weight.dequantize(torch.bfloat16), forced.library(1))
         assert torch.equal(QuantizedMatrix.of(weight, forced.library(1)).logits(x), dense.logits(x))
+
+
+@pytest.mark.parametrize("quantization", ["int4", "int8"])
+def test_sets_do_not_read_the_records_of_each_other(
+    quantization: Quantization, small_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each finds a shared file of packed weights in its own order, whoever started first."""
+    monkeypatch.setattr(weight_file, "cache_dir", lambda: tmp_path)  # operators stay in theirs
+    facts, ids = small_model("llama").facts, torch.arange(20)
+    rows = []
+    for variant in (each for each in HERE if each.dtype == torch.bfloat16):
+        with forcing(variant):
+            format_ = WeightFormat(variant.dtype, quantization, variant.library(1))
+            rows.append(load_weights(facts, format_, shared=True).embed(ids))
+            assert torch.equal(rows[0], rows[-1])
+            assert torch.equal(rows[0], load_weights(facts, format_).embed(ids))
 
 
 @pytest.mark.parametrize("forced", [each for each in HERE if each.dtype == torch.float32], indirect=True, ids=named)

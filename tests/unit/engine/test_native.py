@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -18,7 +19,7 @@ from engine.kernels.rope import inverse_frequencies
 from engine.memory.kv_pool import KVPool
 from engine.models.packing import LoadedMatrix, WeightFormat
 from engine.native import build
-from engine.native.library import NativeLibrary
+from engine.native.library import NativeLibrary, pack_quantized
 from engine.native.matrix import DenseMatrix, QuantizedMatrix
 from engine.operators.native_step import NativeStep
 from engine.operators.torch_step import TorchStep
@@ -148,6 +149,30 @@ def test_quantized_products_lose_nothing_but_the_result_s_rounding(outputs: int,
     assert relative_error(y, expected) < (3e-3 if rounds_weights() else 2e-3)
     for rows in (*range(1, 19), 127, 128, 255, 256, 257):
         assert torch.equal(QuantizedMatrix.of(weight, library(2))(x[:rows]), y[:rows])
+
+
+@pytest.mark.parametrize("records_by_output", [False, True])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_records_hold_each_value_in_its_place(bits: int, records_by_output: bool) -> None:
+    """As the record.h of either order says, on any processor."""
+    torch.manual_seed(5)
+    weight = quantize(torch.randn(48, 96), bits)
+    records = pack_quantized(weight.values_OI, weight.scales_OG, weight.minimums_OG, bits, records_by_output=records_by_output)
+    assert list(records.shape) == [3, 3, 16 * (4 + 4 * bits)]
+    for output, i in itertools.product(range(48), range(96)):
+        record, o, i_of_group = records[output // 16, i // 32], output % 16, i % 32
+        scales, minimums = record[:32].view(torch.float16), record[32:64].view(torch.float16)
+        assert scales[o] == weight.scales_OG[output, i // 32]
+        assert minimums[o] == weight.minimums_OG[output, i // 32]
+        if records_by_output and bits == 8:
+            value = int(record[64 + o * 32 + i_of_group])
+        elif records_by_output:
+            value = int(record[64:].view(torch.int16)[o // 4 * 32 + i_of_group]) >> 4 * (o % 4) & 15
+        else:
+            per_word, (pair, half) = 16 // bits, divmod(i_of_group, 2)
+            word = int(record[64:].view(torch.int16)[pair // per_word * 32 + 2 * o + half])
+            value = word >> bits * (pair % per_word) & (2**bits - 1)
+        assert value == int(weight.values_OI[output, i]) & (2**bits - 1)
 
 
 @NATIVE
