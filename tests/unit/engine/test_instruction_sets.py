@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from configs.facts import KvCacheDtype, ModelFacts
+from configs.model_files.hf_directory import directory_hash
 from configs.model_files.kv_window import KvWindow
 from engine.kernels.activation import swiglu
 from engine.kernels.kv_cache import dequantized, quantized_heads
@@ -145,14 +146,14 @@ def test_sets_do_not_read_the_records_of_each_other(
 ) -> None:
     """Each finds a shared file of packed weights in its own order, whoever started first."""
     monkeypatch.setattr(weight_file, "cache_dir", lambda: tmp_path)  # operators stay in theirs
-    facts, ids = small_model("llama").facts, torch.arange(20)
-    rows = []
+    facts = small_model("llama").facts
+    facts, x_TD = replace(facts, model_hash=directory_hash(facts.weight_files)), torch.randn(3, facts.hidden_size).bfloat16()
     for variant in (each for each in HERE if each.dtype == torch.bfloat16):
         with forcing(variant):
             format_ = WeightFormat(variant.dtype, quantization, variant.library(1))
-            rows.append(load_weights(facts, format_, shared=True).embed(ids))
-            assert torch.equal(rows[0], rows[-1])
-            assert torch.equal(rows[0], load_weights(facts, format_).embed(ids))
+            shared, own = (load_weights(facts, format_, shared=each).layers[0].gate_up(x_TD) for each in (True, False))
+            assert torch.equal(shared, own)
+    assert list(tmp_path.glob("weights/*/packed.gguf"))
 
 
 @pytest.mark.parametrize("forced", [each for each in HERE if each.dtype == torch.float32], indirect=True, ids=named)
