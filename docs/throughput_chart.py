@@ -33,25 +33,19 @@ class Group:
     bars: tuple[Bar, ...]
 
 
-def read_groups() -> tuple[Group, Group]:
-    """The AMD machine's medians over rounds, and the Intel machine's two figures."""
-    epyc, xeon = (_read(name) for name in ("throughput_avx512_bf16.json", "throughput_xeon.json"))
-    named = {
-        "tandem:256": "Tandem",
+def read_groups() -> tuple[Group, ...]:
+    """The medians over rounds on an AMD machine and on an Intel machine with AMX."""
+    return tuple(_group(_read(name)) for name in ("throughput_avx512_bf16.json", "throughput_amx.json"))
+
+
+def _group(result: Any) -> Group:
+    medians = {name: median(run["output_tokens_per_s"] for run in runs) for name, runs in result["rounds"].items()}
+    shown = {
+        next(name for name in medians if name.partition(":")[0] == "tandem"): "Tandem",
         "tandem-colocated:128": "Tandem, --colocated",
         "vllm:128": "vLLM 0.32 (CPU)",
     }
-    medians = {name: median(run["output_tokens_per_s"] for run in runs) for name, runs in epyc["rounds"].items()}
-    return (
-        Group(_machine(epyc), tuple(Bar(text, medians[name], "tandem" in name) for name, text in named.items())),
-        Group(
-            _machine(xeon),
-            (
-                Bar("Tandem", xeon["output_tokens_per_s"]["tandem"], True),
-                Bar("vLLM (CPU)", xeon["output_tokens_per_s"]["vllm"], False),
-            ),
-        ),
-    )
+    return Group(_machine(result), tuple(Bar(text, medians[name], "tandem" in name) for name, text in shown.items()))
 
 
 def draw(groups: tuple[Group, ...]) -> str:

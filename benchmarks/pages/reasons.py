@@ -45,9 +45,6 @@ REASONS: dict[tuple[str, str, str], str] = {
         "By torch's profiler, products take 5.6 ms, 0.6 above their floor, attention 3.0, small kernels 0.4, and the time "
         "between kernels 0.6."
     ),
-    ("throughput_xeon", "one prefill and one decode worker / vLLM", "e4e14ee"): (
-        "Products of four and eight bits did not use AMX at this commit."
-    ),
     ("interference_avx512_bf16", "TTFT of the long prompts / vLLM's", "39b44e615007"): (
         "A prefill worker has one of the two cores; vLLM computes a prompt on both."
     ),

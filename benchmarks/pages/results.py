@@ -20,8 +20,6 @@ KINDS = {"avx512_bf16": "AMD with AVX-512", "amx": "Intel with AMX"}
 OTHER_KINDS = {"avx512": "Intel with AVX-512, without AMX", "avx2": "any with AVX2", "torch": "any, by torch's operators"}
 KIND_NAMES = {**KINDS, **OTHER_KINDS}
 _FEATURES = re.compile(r" \([a-z0-9_/]+\)")
-_NAMED_OTHERWISE = {"throughput_xeon": ("throughput", "amx")}
-"""Results whose name does not say their processor's operators."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +72,6 @@ def _read(file: Path) -> Result:
 
 def owner(name: str) -> tuple[Part, str]:
     """Return the part that a result of this name belongs to, and its kind of processor. Raises ValueError if there is none."""
-    if name in _NAMED_OTHERWISE:
-        wanted, kind = _NAMED_OTHERWISE[name]
-        return next(part for part in PARTS if part.result == wanted), kind
     for part in PARTS:
         for kind in (*KINDS, *OTHER_KINDS) if part.per_processor else ():
             if name == f"{part.result}_{kind}":

@@ -68,7 +68,6 @@ def figures(source: Source) -> list[str]:
         [_rate(servers.goodput_of(goodput, workload, name)) for name in ("tandem-auto", servers.VLLM)]
         for workload in ("azure-conversation", "azure-code")
     )
-    on_amx = next(name for name in ("throughput_amx", "throughput_xeon") if name in source.results)
 
     def row(text: str, cells: Sequence[str], name: str, commits: Sequence[str] = ()) -> str:
         hardware = source.results[name].machine
@@ -84,7 +83,7 @@ def figures(source: Source) -> list[str]:
         of_goodput("conversations, `--disaggregation auto`", conversations, "azure-conversation"),
         row("p99 gap of 8 streams when long prompts² arrive", [f"{each:.0f} ms" for each in p99], f"interference{amd}"),
         of_goodput("code: long prompts, short answers", code, "azure-code"),
-        row(LOAD, _throughput(source, on_amx), on_amx),
+        row(LOAD, _throughput(source, "throughput_amx"), "throughput_amx"),
     ]
 
 

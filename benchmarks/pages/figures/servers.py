@@ -24,8 +24,6 @@ def median_of(result: Result, system: str, figure: str) -> float:
 
 def rates(result: Result) -> dict[str, float]:
     """Return the output tokens per second of each system."""
-    if "rounds" not in result:  # one result's rounds are lost
-        return {name: float(value) for name, value in result["output_tokens_per_s"].items()}
     return {system: median_of(result, system, "output_tokens_per_s") for system in result["rounds"]}
 
 
