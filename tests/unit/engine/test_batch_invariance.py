@@ -73,11 +73,10 @@ def test_what_few_results_show_is_seen() -> None:
     """A sum in another order that rounds differently in one of some thousand results, as with oneDNN and AMX at many rows."""
 
     def multiply(x_TI: Tensor) -> Tensor:
-        y_TO = x_TI @ torch.linspace(-1, 1, 16 * 32, dtype=x_TI.dtype).view(32, 16)
-        rare = (x_TI[:, :16] * 1e6).long() % 1000 == 0
-        return y_TO + rare if len(x_TI) > 64 else y_TO
+        rare = x_TI[:, :16] > 3.0
+        return exact(x_TI) + rare if len(x_TI) > 64 else exact(x_TI)
 
-    assert rows_that_vary(Product("down", multiply, 32), torch.float32) in LAYER_ROWS
+    assert rows_that_vary(Product("down", multiply, 32), torch.float32) == 33
 
 
 def test_a_product_that_looks_at_its_neighbours_is_seen() -> None:
