@@ -107,7 +107,7 @@ def products_of(facts: ModelFacts, weights: DecoderWeights, device: torch.device
 
 
 def rows_that_vary(product: Product, dtype: torch.dtype, device: torch.device = _CPU) -> int | None:
-    """The first of the product's row counts at which some row has other bits than alone; None if every row keeps its bits."""
+    """The first row count at which some row has other bits than alone or among more rows; None if every row keeps its bits."""
     generator = torch.Generator().manual_seed(0)
     distinct = torch.randn(_DISTINCT_ROWS, product.num_inputs, generator=generator).to(device, dtype)
     order = torch.arange(max(product.row_counts), device=device) % _DISTINCT_ROWS

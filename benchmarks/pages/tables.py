@@ -83,7 +83,7 @@ def figures(source: Source) -> list[str]:
         of_goodput("conversations, `--disaggregation auto`", conversations, "azure-conversation"),
         row("p99 gap of 8 streams when long prompts² arrive", [f"{each:.0f} ms" for each in p99], f"interference{amd}"),
         of_goodput("code: long prompts, short answers", code, "azure-code"),
-        row("16 streams, 256 in, 128 out, with AMX", _throughput(source, "throughput_amx"), "throughput_amx"),
+        row(f"{LOAD}, with AMX", _throughput(source, "throughput_amx"), "throughput_amx"),
     ]
 
 

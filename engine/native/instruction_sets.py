@@ -43,7 +43,7 @@ class InstructionSet:
     tiles: bool = False
     """Whether it uses AMX's tiles, which a process must ask the system for."""
     records_by_output: bool = False
-    """Whether a record has all inputs of an output, or of four, side by side, or a pair of inputs of all: see its record.h."""
+    """Whether packed quantized values are in the order of outputs, as amx/record.h says, and not of pairs of inputs."""
     rounds_by_maker: bool = False
     """Whether makers of processors are not known to round these instructions alike."""
 

@@ -325,14 +325,20 @@ def pack_quantized(values_OI: Tensor, scales_OG: Tensor, minimums_OG: Tensor, bi
 
 
 def _by_pair(values_BGOI: Tensor, bits: int) -> Tensor:
-    """Of each record: words of one half of several pairs of inputs, as bytes [B, G, word, 16, 2 bytes of 2 inputs]."""
+    """Return all records' values in the order of scalar/record.h, by pairs of inputs: uint8 [B, G, words, O, 4].
+
+    B is blocks of O = 16 outputs, G groups of I = 32 inputs.
+    """
     per_word = 16 // bits
     pairs = values_BGOI.unflatten(3, (-1, per_word, 2)).permute(0, 1, 3, 4, 2, 5)
     return _words(pairs.to(torch.int16).unbind(3), bits)
 
 
 def _by_output(values_BGOI: Tensor, bits: int) -> Tensor:
-    """Of each record: the inputs of an output after those of the other; in four bits, words of four outputs."""
+    """Return all records' values in the order of amx/record.h, by outputs: uint8 [B, G, O, I].
+
+    In four bits it is [B, G, O / 4, 2 I]. B is blocks of O = 16 outputs, G groups of I = 32 inputs.
+    """
     if bits == 8:
         return values_BGOI.contiguous()
     return _words(values_BGOI.to(torch.int16).unflatten(2, (-1, 4)).unbind(3), bits)

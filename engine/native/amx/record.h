@@ -1,15 +1,8 @@
-// A record: the values of 16 outputs and 32 inputs in four or eight bits, with a float16 scale and minimum for each output.
-//
-// 16 scales, 16 minimums, then the inputs of one output after those of the other. Eight bits are bytes. Four bits lie in words of
+// How the values of a record lie: the inputs of one output after those of the other. Eight bits are bytes. Four bits lie in words of
 // 16 bits, one for each input, that have its values for four outputs, the first lowest.
 #pragma once
 
-#include <cstdint>
-
-constexpr int64_t kGroup = 32, kOutputs = 16;
-
-template <int kBits>
-constexpr int64_t kRecordBytes = kOutputs * (4 + kGroup * kBits / 8);
+#include <record_sizes.h>
 
 // The bits of a value, in the lowest places.
 template <int kBits>

@@ -1,15 +1,8 @@
-// A record: the values of 16 outputs and 32 inputs in four or eight bits, with a float16 scale and minimum for each output.
-//
-// 16 scales, 16 minimums, then words of 16 bits. A word has the same half of 16 / kBits pairs of inputs, the first lowest. An
+// How the values of a record lie: words of 16 bits. A word has the same half of 16 / kBits pairs of inputs, the first lowest. An
 // output's two words, for the first and the second inputs of pairs, lie side by side, and those of 16 outputs follow each other.
 #pragma once
 
-#include <cstdint>
-
-constexpr int64_t kGroup = 32, kOutputs = 16;
-
-template <int kBits>
-constexpr int64_t kRecordBytes = kOutputs * (4 + kGroup * kBits / 8);
+#include <record_sizes.h>
 
 // The bits of a value, in the lowest places.
 template <int kBits>
