@@ -429,9 +429,12 @@ def test_a_set_is_taken_where_it_is_the_best_choice(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.skipif(not HERE or find_compiler() is None, reason="needs an x86-64 processor with AVX2, and a C++ compiler")
-@pytest.mark.parametrize("missing", [each for each in INSTRUCTION_SETS if not build.is_here(each)], ids=lambda each: each.name)
+@pytest.mark.parametrize("missing", INSTRUCTION_SETS, ids=lambda each: each.name)
 @pytest.mark.slow
 def test_a_set_for_other_processors_is_compiled(missing: InstructionSet, tmp_path: Path) -> None:
+    """A case for every set, so that all processors collect the same tests."""
+    if build.is_here(missing):
+        pytest.skip("it is compiled wherever it runs")
     compiler = find_compiler()
     assert compiler is not None
     missing.compile(compiler, tmp_path / missing.file_name)
