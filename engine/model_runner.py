@@ -30,6 +30,7 @@ from engine.models.packing import Quantization, WeightFormat
 from engine.models.weights import load_weights
 from engine.native.build import load_library
 from engine.native.library import NativeLibrary
+from engine.native.sampling import NativeSampler
 from engine.operators import step_factory
 from engine.profiling.key import profile_key
 from engine.ranks.tensor_parallel import ALONE, TensorParallel
@@ -141,7 +142,8 @@ class ModelRunner:
         if device == "cuda":
             return cls.on_gpu(facts, weights, pool, dtype_name, arithmetic, largest_step.rows, ranks)
         decoder = Decoder(own, weights, step_factory(own, library), ranks)
-        return cls(facts, lambda batch, on_layer: decoder.forward(batch, pool, on_layer), sample, pool, dtype_name, arithmetic)
+        sampler = sample if library is None else NativeSampler(library)
+        return cls(facts, lambda batch, on_layer: decoder.forward(batch, pool, on_layer), sampler, pool, dtype_name, arithmetic)
 
     @classmethod
     def on_gpu(

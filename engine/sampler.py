@@ -31,13 +31,12 @@ from torch import Tensor
 
 from engine.batch import SampledToken
 from engine.grammar import Allowed, Constraint
-from engine.kernels.noise import MAX_NOISE, MIN_NOISE, gumbel, noise_key, noise_words, words_above
+from engine.kernels.noise import NOISE_RANGE, gumbel, noise_key, noise_words, words_above
 from protocol.sampling import FinishReason, SamplingParams, TokenLogprobs, TokenProb
 
 _Row = npt.NDArray[np.float32]
 _Ids = npt.NDArray[np.uint32]
 
-_NOISE_RANGE = MAX_NOISE - MIN_NOISE
 _NEAR_BEST = 3.0
 """Nats below the best token. Those within are scored first, to bound what the rest must reach."""
 
@@ -138,7 +137,7 @@ def narrow(logits_V: _Row, best: int, sampling: SamplingParams) -> tuple[_Ids, _
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         gaps_V = (logits_V - logits_V[best]) / np.float32(sampling.temperature)
     gaps_V[best] = 0
-    hopeful_V = gaps_V >= -_NOISE_RANGE
+    hopeful_V = gaps_V >= -NOISE_RANGE
     ids, gaps = np.flatnonzero(hopeful_V).astype(np.uint32), gaps_V[hopeful_V]
     if 0 < sampling.top_k < len(ids):
         # Tokens as likely as the last one stay, as in vLLM and transformers.
@@ -162,7 +161,7 @@ def _top_p(gaps: _Row, top_p: float) -> npt.NDArray[np.bool_]:
     # Tokens below this bound weigh (1 - top_p) of the total at most, all together: they are cut, and need no sorting.
     bound = min((1 - top_p) * total / len(mass), mass.max())
     contenders = np.flatnonzero(mass >= bound)
-    falling = contenders[np.argsort(-mass[contenders], kind="stable")]
+    falling = contenders[np.argsort(-gaps[contenders], kind="stable")]
     mass_before = np.concatenate(([0.0], np.cumsum(mass[falling], dtype=np.float64)[:-1]))
     chosen = np.zeros(len(gaps), dtype=np.bool_)
     chosen[falling[mass_before < top_p * total]] = True

@@ -64,6 +64,8 @@ def words_above(noise: float) -> int:
 
 MAX_NOISE = float(gumbel(np.array([0], dtype=np.uint32))[0])
 MIN_NOISE = float(gumbel(np.array([_MASK], dtype=np.uint32))[0])
+NOISE_RANGE = MAX_NOISE - MIN_NOISE
+"""No noise makes up for a larger difference."""
 
 
 def _fold(start: int, coordinates: tuple[int, ...]) -> int:

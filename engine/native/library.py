@@ -76,9 +76,11 @@ class NativeLibrary:
         """The operators' part of an arithmetic's name: `engine.native.build.Built`."""
         self.records_by_output = built.instruction_set.records_by_output
         """How quantized matrices are to be packed: `pack_quantized`."""
-        self._functions = built.functions
+        self.functions = built.functions
+        """The compiled functions. Those whose signatures stand here are declared."""
+        self.threads = threads
+        """Cores that an operator may use."""
         self._suffix = "_float32" if dtype == torch.float32 else ""
-        self._threads = threads
         self._preferred: dict[tuple[int, int, int], tuple[Sequence[int], Sequence[Any]]] = {}
         """By bits, inputs and outputs of a product: numbers of rows, rising, and whose functions multiply from each on."""
         self._declare(built.functions)
@@ -94,7 +96,7 @@ class NativeLibrary:
             self._declare(built.functions)
         by_name = {built.instruction_set.name: built.functions for built in alike}
         for product in measured:
-            functions = [by_name.get(choice.library, self._functions) for choice in product.choices]
+            functions = [by_name.get(choice.library, self.functions) for choice in product.choices]
             rows = [choice.rows for choice in product.choices]
             self._preferred[product.bits, product.inputs, product.outputs] = rows, functions
 
@@ -117,7 +119,7 @@ class NativeLibrary:
         assert delta_TD is None or delta_TD.shape == x_TD.shape
         delta = 0 if delta_TD is None else delta_TD.data_ptr()
         self._function("add_rms_norm")(
-            x_TD.data_ptr(), delta, weight_D.data_ptr(), out_TD.data_ptr(), rows, width, eps, self._threads
+            x_TD.data_ptr(), delta, weight_D.data_ptr(), out_TD.data_ptr(), rows, width, eps, self.threads
         )
 
     def rotate_and_store(
@@ -141,7 +143,7 @@ class NativeLibrary:
             num_heads,
             kv_heads,
             size,
-            self._threads,
+            self.threads,
         )
 
     def decode_attention(
@@ -181,7 +183,7 @@ class NativeLibrary:
             block_size,
             window or NO_WINDOW,
             size**-0.5,
-            self._threads,
+            self.threads,
         )
 
     def prefill_attention(
@@ -219,7 +221,7 @@ class NativeLibrary:
             block_size,
             window or NO_WINDOW,
             size**-0.5,
-            self._threads,
+            self.threads,
         )
 
     def swiglu(self, gate_up_TI: Tensor, out_TI: Tensor) -> None:
@@ -228,7 +230,7 @@ class NativeLibrary:
         assert gate_up_TI.shape == (rows, 2 * width)
         assert width % 16 == 0
         _check(self.dtype, gate_up_TI, out_TI)
-        self._function("swiglu")(gate_up_TI.data_ptr(), out_TI.data_ptr(), rows, width, self._threads)
+        self._function("swiglu")(gate_up_TI.data_ptr(), out_TI.data_ptr(), rows, width, self.threads)
 
     def quantized_product(self, x_TI: Tensor, records: Tensor, outputs: int, bits: int, dtype: torch.dtype) -> Tensor:
         """[T, I] to [T, O] in the library's type or float32; `records` as `pack_quantized` makes them."""
@@ -238,7 +240,7 @@ class NativeLibrary:
         y_TO = torch.empty((rows, outputs), dtype=dtype)
         name = "quantized_linear" if dtype == self.dtype else "quantized_logits"
         multiply = self._product(name, bits, inputs, outputs, rows)
-        multiply(x_TI.data_ptr(), records.data_ptr(), y_TO.data_ptr(), rows, inputs, outputs, bits, self._threads)
+        multiply(x_TI.data_ptr(), records.data_ptr(), y_TO.data_ptr(), rows, inputs, outputs, bits, self.threads)
         return y_TO
 
     def dense_product(self, x_TI: Tensor, packed: Tensor, outputs: int, dtype: torch.dtype) -> Tensor:
@@ -249,7 +251,7 @@ class NativeLibrary:
         y_TO = torch.empty((rows, outputs), dtype=dtype)
         name = "dense_linear" if dtype == self.dtype else "dense_logits"
         multiply = self._product(name, 8 * self.dtype.itemsize, inputs, outputs, rows)
-        multiply(x_TI.data_ptr(), packed.data_ptr(), y_TO.data_ptr(), rows, inputs, outputs, self._threads)
+        multiply(x_TI.data_ptr(), packed.data_ptr(), y_TO.data_ptr(), rows, inputs, outputs, self.threads)
         return y_TO
 
     def quantized_embedding(self, ids_T: Tensor, records: Tensor, outputs: int, inputs: int, bits: int) -> Tensor:
@@ -266,14 +268,14 @@ class NativeLibrary:
     def _embedding(self, function: str, ids_T: Tensor, matrix: Tensor, inputs: int, outputs: int, *bits: int) -> Tensor:
         _check(torch.int64, ids_T)
         rows_TI = torch.empty((len(ids_T), inputs), dtype=self.dtype)
-        look_up: Callable[..., bool] = getattr(self._functions, function + self._suffix)
-        sizes = (len(ids_T), inputs, outputs, *bits, self._threads)
+        look_up: Callable[..., bool] = getattr(self.functions, function + self._suffix)
+        sizes = (len(ids_T), inputs, outputs, *bits, self.threads)
         if not look_up(matrix.data_ptr(), ids_T.data_ptr(), rows_TI.data_ptr(), *sizes):
             raise IndexError(f"a token is none of the {outputs} that have an embedding")
         return rows_TI
 
     def _function(self, name: str) -> Callable[..., None]:
-        function: Callable[..., None] = getattr(self._functions, name + self._suffix)
+        function: Callable[..., None] = getattr(self.functions, name + self._suffix)
         return function
 
     def _reader(self, name: str, kv_2SKH: Tensor, size: int) -> tuple[Callable[..., None], int, int]:

@@ -28,11 +28,11 @@ from engine.memory.kv_pool import KVPool
 from engine.model_runner import ModelRunner
 from engine.models.decoder import Decoder, DecoderWeights, Layer
 from engine.native.library import NativeLibrary
+from engine.native.sampling import NativeSampler
 from engine.operators import step_factory
 from engine.profiling.choosing import MOST_SPREAD, PREFILL_STEP_S, spread
 from engine.profiling.products import HEAD, Product
 from engine.ranks.tensor_parallel import ALONE
-from engine.sampler import sample
 from protocol.sampling import SamplingParams
 
 PREFILL_TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048)
@@ -168,7 +168,8 @@ class _MadeUpModel:
         decoder = Decoder(facts, weights, step_factory(facts, self._library), ALONE)
         pool = KVPool.for_model(facts, num_tokens, _BLOCK_SIZE, self._library.dtype, kv_cache_dtype=self._kv_cache_dtype)
         pool.data.fill_(_SOME_BYTE if pool.data.dtype == torch.uint8 else 1)
-        return ModelRunner(facts, lambda batch, on_layer: decoder.forward(batch, pool, on_layer), sample, pool, "", "")
+        sampler = NativeSampler(self._library)
+        return ModelRunner(facts, lambda batch, on_layer: decoder.forward(batch, pool, on_layer), sampler, pool, "", "")
 
     @cached_property
     def _weights(self) -> DecoderWeights:

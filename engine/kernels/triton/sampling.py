@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.noise import MAX_NOISE, MIN_NOISE
+from engine.kernels.noise import NOISE_RANGE
 from engine.kernels.triton.launch import Launch
 from engine.kernels.triton.noise import gumbel, noise_words
 
@@ -187,7 +187,7 @@ def sample(logits_SV: Tensor, rows: SamplingRows, gaps_SV: Tensor, picks_S: Tens
     scale = Launch(
         _scale_kernel, (num_rows,), (logits_SV, rows.temperatures_S, gaps_SV, picks_S), constants, num_warps=_NUM_WARPS
     )
-    hopeful = torch.tensor(MAX_NOISE - MIN_NOISE, dtype=torch.float32).view(torch.int32).item()
+    hopeful = torch.tensor(NOISE_RANGE, dtype=torch.float32).view(torch.int32).item()
     draw = Launch(
         _draw_kernel,
         (num_rows,),
