@@ -111,6 +111,11 @@ class ForwardBatch:
             sample_rows_S=torch.tensor([row for _, row, _ in sampled], dtype=torch.int64),
         )
 
+    @property
+    def only_decodes(self) -> bool:
+        """Whether each row is a single token of a sequence, and is sampled from."""
+        return self.num_longer == 0 and len(self.sampled_chunks) == len(self.token_ids_T)
+
     @cached_property
     def positions_T(self) -> _Ints:
         lengths = self.ends_C - self.starts_C

@@ -18,11 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from configs.arithmetic import ceil_div
 from configs.facts import ModelFacts
-from configs.model_files.kv_window import WHOLE, KvWindow
 from engine.batch import Chunk, ForwardBatch
-from engine.memory.kv_pool import KVPool
+from engine.memory.kv_pool import KVPool, most_blocks
 from engine.models.decoder import Decoder, DecoderWeights
 from engine.operators import step_factory
 from engine.operators.device_batch import BatchShape, DeviceBatch
@@ -64,17 +62,14 @@ class GraphedDecoder:
         self._pool = pool
         self._eager = Decoder(facts, weights, step_factory(facts, None), ranks)
         self._rows = sorted(rows)
-        width = ceil_div(facts.max_model_len, pool.block_size)
-        if KvWindow.of(facts) == WHOLE:  # else a context may have more blocks than the pool: those before the windows are none
-            width = min(width, pool.num_blocks)
+        width = most_blocks(facts, pool)
         graphs = [_graph(facts, weights, pool, count, width, capture, ranks) for count in reversed(self._rows)]
         self._graphs = graphs[::-1]
 
     def forward(self, batch: ForwardBatch, on_layer: Callable[[int], None] | None) -> Tensor | None:
         """Return the logits of the sampled rows, as `Decoder.forward` does. The result is good until the next call."""
         rows = len(batch.token_ids_T)
-        is_decoding = on_layer is None and batch.num_longer == 0 and len(batch.sampled_chunks) == rows
-        if not is_decoding or rows > self._rows[-1]:
+        if on_layer is not None or not batch.only_decodes or rows > self._rows[-1]:
             return self._eager.forward(batch, self._pool, on_layer)
         graph = self._graphs[bisect_left(self._rows, rows)]
         graph.batch.fill(batch, _NO_TILES)

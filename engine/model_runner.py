@@ -31,9 +31,10 @@ from engine.models.weights import load_weights
 from engine.native.build import load_library
 from engine.native.library import NativeLibrary
 from engine.native.sampling import NativeSampler
-from engine.operators import step_factory
+from engine.operators import has_native_step, step_factory
 from engine.profiling.key import profile_key
 from engine.ranks.tensor_parallel import ALONE, TensorParallel
+from engine.recorded_steps import RecordedDecoder
 from engine.run_ahead import RunAhead
 from engine.sampler import SampleRequest, sample
 from protocol.errors import ConfigError
@@ -141,8 +142,10 @@ class ModelRunner:
         )
         if device == "cuda":
             return cls.on_gpu(facts, weights, pool, dtype_name, arithmetic, largest_step.rows, ranks)
-        decoder = Decoder(own, weights, step_factory(own, library), ranks)
         sampler = sample if library is None else NativeSampler(library)
+        if library is not None and ranks.size == 1 and has_native_step(own):
+            return cls(facts, RecordedDecoder(own, weights, pool, library).forward, sampler, pool, dtype_name, arithmetic)
+        decoder = Decoder(own, weights, step_factory(own, library), ranks)
         return cls(facts, lambda batch, on_layer: decoder.forward(batch, pool, on_layer), sampler, pool, dtype_name, arithmetic)
 
     @classmethod

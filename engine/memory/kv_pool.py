@@ -14,6 +14,7 @@ from torch import Tensor
 from configs.arithmetic import ceil_div
 from configs.facts import KvCacheDtype, ModelFacts, kv_head_bytes
 from configs.machine import memory_bytes
+from configs.model_files.kv_window import WHOLE, KvWindow
 from engine.kernels.kv_cache import numbers_of, stored_heads
 from protocol.errors import ConfigError
 
@@ -29,6 +30,13 @@ _CPU = torch.device("cpu")
 def token_bytes(facts: ModelFacts, dtype: torch.dtype, kv_cache_dtype: KvCacheDtype = "auto") -> int:
     """Bytes that the K and V of one token take in all layers together."""
     return facts.num_layers * 2 * facts.num_kv_heads * kv_head_bytes(facts.head_dim, dtype.itemsize, kv_cache_dtype)
+
+
+def most_blocks(facts: ModelFacts, pool: KVPool) -> int:
+    """How many blocks the table of one context may have."""
+    most = ceil_div(facts.max_model_len, pool.block_size)
+    # With windows a context may have more blocks than the pool: those before the windows are none.
+    return min(most, pool.num_blocks) if KvWindow.of(facts) == WHOLE else most
 
 
 class KVPool:

@@ -20,10 +20,9 @@ from torch import Tensor
 from configs.facts import ModelFacts
 from configs.sharding import vocabulary_of
 from engine.batch import ForwardBatch
-from engine.kernels.norm import rms_norm
 from engine.kernels.pinned import sent
 from engine.memory.kv_pool import KVPool
-from engine.operators import StepFactory
+from engine.operators import Step, StepFactory
 from engine.ranks.tensor_parallel import TensorParallel
 
 Product = Callable[[Tensor], Tensor]
@@ -72,15 +71,24 @@ class Decoder:
         `on_layer(i)` is called as soon as layer i's KV of the whole batch is in the pool. After the last layer's KV only the
         rows that are sampled from are computed any further.
         """
+        step = self._begin_step(batch, pool, self._weights.rope_frequencies)
+        normed_SD = self.layers(step, self.embed(step.token_ids_T), batch, pool, on_layer)
+        return None if normed_SD is None else self.logits(normed_SD)
+
+    def layers(
+        self, step: Step, x_TD: Tensor, batch: ForwardBatch, pool: KVPool, on_layer: Callable[[int], None] | None
+    ) -> Tensor | None:
+        """From embeddings, which are added to in place, to the normed rows that are sampled from, [S, D], if there are any.
+
+        The sum over all layers is kept in float32: what is rounded away in one layer is missing in all later ones.
+        """
         layers, eps, add_up = self._weights.layers, self._facts.rms_norm_eps, self._ranks.sum
         norms = [*(layer.attention_norm for layer in layers[1:]), self._weights.final_norm]
-        step = self._begin_step(batch, pool, self._weights.rope_frequencies)
-        # The sum over all layers is kept in float32: what is rounded away in one layer is missing in all later ones.
-        x_TD = self._embed(step.token_ids_T)
         normed_TD = step.add_norm(x_TD, None, layers[0].attention_norm, eps)
         for index, (layer, next_norm) in enumerate(zip(layers, norms, strict=True)):
             qkv_TA = layer.qkv(normed_TD)
-            self._norm_heads(layer, qkv_TA)
+            if layer.q_norm is not None and layer.k_norm is not None:
+                step.norm_heads(qkv_TA, layer.q_norm, layer.k_norm, eps)
             step.store(index, qkv_TA)
             if on_layer is not None:
                 on_layer(index)
@@ -95,9 +103,13 @@ class Decoder:
             normed_TD = step.add_norm(x_TD, attended_TD, layer.ffn_norm, eps)
             fed_TD = add_up(layer.down(step.swiglu(layer.gate_up(normed_TD))))
             normed_TD = step.add_norm(x_TD, fed_TD, next_norm, eps)
-        return self._ranks.columns(self._weights.head(normed_TD), [len(tokens) for tokens in self._vocabulary])
+        return normed_TD
 
-    def _embed(self, token_ids_T: Tensor) -> Tensor:
+    def logits(self, normed_SD: Tensor) -> Tensor | None:
+        """Float32 logits of the whole vocabulary, [S, V]; None on every rank but the first."""
+        return self._ranks.columns(self._weights.head(normed_SD), [len(tokens) for tokens in self._vocabulary])
+
+    def embed(self, token_ids_T: Tensor) -> Tensor:
         """[T, D] in float32. Each token is known to one rank, so the sum over the ranks is exact."""
         if self._ranks.size == 1:
             return self._weights.embed(token_ids_T).float()
@@ -105,12 +117,3 @@ class Decoder:
         others_T = (token_ids_T < own.start) | (token_ids_T >= own.stop)
         rows_TD = self._weights.embed((token_ids_T - own.start).masked_fill_(others_T, 0))
         return self._ranks.sum(rows_TD.masked_fill_(others_T[:, None], 0.0)).to(torch.float32, copy=True)
-
-    def _norm_heads(self, layer: Layer, qkv_TA: Tensor) -> None:
-        """Qwen3's norms on each head of q and k, in place."""
-        if layer.q_norm is None or layer.k_norm is None:
-            return
-        heads, kv_heads, eps = self._facts.num_heads, self._facts.num_kv_heads, self._facts.rms_norm_eps
-        qkv_TNH = qkv_TA.view(qkv_TA.shape[0], heads + 2 * kv_heads, -1)
-        qkv_TNH[:, :heads] = rms_norm(qkv_TNH[:, :heads], layer.q_norm, eps)
-        qkv_TNH[:, heads : heads + kv_heads] = rms_norm(qkv_TNH[:, heads : heads + kv_heads], layer.k_norm, eps)

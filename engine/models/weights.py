@@ -97,7 +97,7 @@ class _Assembly:
 
     def _linear(self, name: str, parameter: Parameter, bias_O: Tensor | None) -> Product:
         if self.format_.library is not None:
-            return NativeLinear(self._matrix(name, parameter, self.format_.library), bias_O)
+            return NativeLinear(self._matrix(name, parameter, self.format_.library), bias_O, self.format_.library)
         return self._dense(name, bias_O)
 
     def _dense(self, name: str, bias_O: Tensor | None) -> Linear | GpuLinear:

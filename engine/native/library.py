@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ctypes
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from configs.facts import KV_SCALE_BYTES
 from configs.profiles import MeasuredProduct
 from engine.kernels.quantized import GROUP
 from engine.native.build import Built, load_alike, load_library
+from engine.native.recording import Calls, Recording
 
 HEAD_DIMS = (64, 128)
 COLUMNS = 64
@@ -83,7 +85,18 @@ class NativeLibrary:
         self._suffix = "_float32" if dtype == torch.float32 else ""
         self._preferred: dict[tuple[int, int, int], tuple[Sequence[int], Sequence[Any]]] = {}
         """By bits, inputs and outputs of a product: numbers of rows, rising, and whose functions multiply from each on."""
+        self.calls = Calls()
+        """Makes the operators' calls: a step's other functions go through it, too, so that a recording has them all."""
         self._declare(built.functions)
+
+    @contextmanager
+    def recording(self, recording: Recording) -> Iterator[None]:
+        """All that is computed meanwhile, by products and operators of this library, is noted."""
+        before, self.calls = self.calls, recording
+        try:
+            yield
+        finally:
+            self.calls = before
 
     def prefer(self, measured: Sequence[MeasuredProduct], alike: Sequence[Built]) -> None:
         """Compute these products by the libraries that were chosen for them, of those given, which have one arithmetic.
@@ -118,9 +131,8 @@ class NativeLibrary:
         assert out_TD.shape == x_TD.shape
         assert delta_TD is None or delta_TD.shape == x_TD.shape
         delta = 0 if delta_TD is None else delta_TD.data_ptr()
-        self._function("add_rms_norm")(
-            x_TD.data_ptr(), delta, weight_D.data_ptr(), out_TD.data_ptr(), rows, width, eps, self.threads
-        )
+        pointers = (x_TD.data_ptr(), delta, weight_D.data_ptr(), out_TD.data_ptr())
+        self.calls.make(self._function("add_rms_norm"), *pointers, rows, width, eps, self.threads)
 
     def rotate_and_store(
         self, qkv_TA: Tensor, cos_TF: Tensor, sin_TF: Tensor, slots_T: Tensor, kv_2SKH: Tensor, num_heads: int
@@ -132,7 +144,8 @@ class NativeLibrary:
         assert cos_TF.shape == sin_TF.shape == (tokens, size // 2)
         assert cos_TF.dtype == sin_TF.dtype == torch.float32
         rotate_and_store, keys, values = self._reader("rotate_and_store", kv_2SKH, size)
-        rotate_and_store(
+        self.calls.make(
+            rotate_and_store,
             qkv_TA.data_ptr(),
             cos_TF.data_ptr(),
             sin_TF.data_ptr(),
@@ -168,7 +181,8 @@ class NativeLibrary:
         assert tables_BW.is_contiguous()
         assert tables_BW.dtype == lengths_B.dtype == torch.int64
         attend, keys, values = self._reader("decode_attention", kv_2SKH, size)
-        attend(
+        self.calls.make(
+            attend,
             qkv_BA.data_ptr(),
             keys,
             values,
@@ -207,7 +221,8 @@ class NativeLibrary:
         assert table_W.dtype == torch.int64
         assert table_W.shape[0] * block_size >= start + tokens
         attend, keys, values = self._reader("prefill_attention", kv_2SKH, size)
-        attend(
+        self.calls.make(
+            attend,
             qkv_TA.data_ptr(),
             keys,
             values,
@@ -230,17 +245,18 @@ class NativeLibrary:
         assert gate_up_TI.shape == (rows, 2 * width)
         assert width % 16 == 0
         _check(self.dtype, gate_up_TI, out_TI)
-        self._function("swiglu")(gate_up_TI.data_ptr(), out_TI.data_ptr(), rows, width, self.threads)
+        self.calls.make(self._function("swiglu"), gate_up_TI.data_ptr(), out_TI.data_ptr(), rows, width, self.threads)
 
     def quantized_product(self, x_TI: Tensor, records: Tensor, outputs: int, bits: int, dtype: torch.dtype) -> Tensor:
         """[T, I] to [T, O] in the library's type or float32; `records` as `pack_quantized` makes them."""
         rows, inputs = x_TI.shape
         _check_records(records, outputs, inputs, bits)
         _check(self.dtype, x_TI)
-        y_TO = torch.empty((rows, outputs), dtype=dtype)
+        y_TO = self.calls.result(rows, outputs, dtype)
         name = "quantized_linear" if dtype == self.dtype else "quantized_logits"
         multiply = self._product(name, bits, inputs, outputs, rows)
-        multiply(x_TI.data_ptr(), records.data_ptr(), y_TO.data_ptr(), rows, inputs, outputs, bits, self.threads)
+        pointers = (x_TI.data_ptr(), records.data_ptr(), y_TO.data_ptr())
+        self.calls.make(multiply, *pointers, rows, inputs, outputs, bits, self.threads)
         return y_TO
 
     def dense_product(self, x_TI: Tensor, packed: Tensor, outputs: int, dtype: torch.dtype) -> Tensor:
@@ -248,10 +264,11 @@ class NativeLibrary:
         rows, inputs = x_TI.shape
         _check_packed(packed, outputs, inputs)
         _check(self.dtype, x_TI, packed)
-        y_TO = torch.empty((rows, outputs), dtype=dtype)
+        y_TO = self.calls.result(rows, outputs, dtype)
         name = "dense_linear" if dtype == self.dtype else "dense_logits"
         multiply = self._product(name, 8 * self.dtype.itemsize, inputs, outputs, rows)
-        multiply(x_TI.data_ptr(), packed.data_ptr(), y_TO.data_ptr(), rows, inputs, outputs, self.threads)
+        pointers = (x_TI.data_ptr(), packed.data_ptr(), y_TO.data_ptr())
+        self.calls.make(multiply, *pointers, rows, inputs, outputs, self.threads)
         return y_TO
 
     def quantized_embedding(self, ids_T: Tensor, records: Tensor, outputs: int, inputs: int, bits: int) -> Tensor:

@@ -96,23 +96,40 @@ class DenseMatrix:
         return rows_TI[:, : self._inputs].contiguous()
 
     def _product(self, x_TI: Tensor, dtype: torch.dtype) -> Tensor:
+        calls, rows = self._library.calls, len(x_TI)
         if self._more_inputs:
-            x_TI = F.pad(x_TI, (0, self._more_inputs))
+            filled_TI = calls.result(rows, self._inputs + self._more_inputs, x_TI.dtype)
+            calls.make(_fill_up, filled_TI, x_TI)
+            x_TI = filled_TI
         y_TO = self._library.dense_product(x_TI, self._packed, self._outputs + self._more_outputs, dtype)
-        return y_TO[:, : self._outputs].contiguous() if self._more_outputs else y_TO
+        if not self._more_outputs:
+            return y_TO
+        wanted_TO = calls.result(rows, self._outputs, dtype)
+        calls.make(wanted_TO.copy_, y_TO[:, : self._outputs])
+        return wanted_TO
 
 
 class NativeLinear:
     """`y = x Wᵀ + b`."""
 
-    def __init__(self, matrix: Matrix, bias_O: Tensor | None) -> None:
+    def __init__(self, matrix: Matrix, bias_O: Tensor | None, library: NativeLibrary) -> None:
         self._matrix = matrix
         self._bias_O = bias_O
+        self._library = library
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         """[T, I] to [T, O]."""
         product_TO = self._matrix(x_TI)
-        return product_TO if self._bias_O is None else product_TO.add_(self._bias_O)
+        if self._bias_O is not None:
+            self._library.calls.make(product_TO.add_, self._bias_O)
+        return product_TO
+
+
+def _fill_up(filled_TI: Tensor, x_TI: Tensor) -> None:
+    """Write rows into wider ones, and zeros behind them."""
+    inputs = x_TI.shape[1]
+    filled_TI[:, :inputs] = x_TI
+    filled_TI[:, inputs:] = 0
 
 
 def _missing(outputs: int, inputs: int) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """`engine.sampler.sample` as one native call for all rows: the same tokens, without NumPy's many passes over each row.
 
-Masses are a polynomial, summed in one order, so that all sets of one arithmetic agree on a token. From NumPy's masses they differ
-in a float32's last bit: a token may fall on the other side of top-p if that much decides.
+Masses are a polynomial, summed in one order, so that all sets of one arithmetic agree on a token. NumPy's masses are others in
+a float32's last bit: a token may fall on the other side of top-p if that much decides.
 """
 
 from __future__ import annotations

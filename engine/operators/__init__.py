@@ -31,6 +31,10 @@ class Step(Protocol):
         """Add `delta_TD` to the float32 `x_TD` in place and return the sum's RMS norm in the weight's dtype: [T, D]."""
         ...
 
+    def norm_heads(self, qkv_TA: Tensor, q_norm_H: Tensor, k_norm_H: Tensor, eps: float) -> None:
+        """RMS norm of each head of q and k, in place."""
+        ...
+
     def store(self, layer: int, qkv_TA: Tensor) -> None:
         """Turn q and k to their positions, in place or not, and write k and v to the pool."""
         ...
@@ -50,17 +54,21 @@ StepFactory = Callable[[ForwardBatch, KVPool, Tensor], Step]
 
 def step_factory(facts: ModelFacts, library: NativeLibrary | None) -> StepFactory:
     """The fastest set that serves this model where the pool lies; `library` is None where there is no native one."""
-    widths = (facts.hidden_size, facts.intermediate_size)
-    fits = facts.head_dim in HEAD_DIMS and all(width % 16 == 0 for width in widths)
 
     def begin(batch: ForwardBatch, pool: KVPool, frequencies: Tensor) -> Step:
         if pool.data.is_cuda:
             return _triton_step(facts, batch, pool, frequencies)
-        if library is not None and fits:
+        if library is not None and has_native_step(facts):
             return NativeStep(facts, batch, pool, frequencies, library)
         return TorchStep(facts, batch, pool, frequencies)
 
     return begin
+
+
+def has_native_step(facts: ModelFacts) -> bool:
+    """Whether the native operators serve a model: they know some sizes of heads, and vectors of whole registers."""
+    widths = (facts.hidden_size, facts.intermediate_size)
+    return facts.head_dim in HEAD_DIMS and all(width % 16 == 0 for width in widths)
 
 
 def _triton_step(facts: ModelFacts, batch: ForwardBatch, pool: KVPool, frequencies: Tensor) -> Step:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from configs.facts import ModelFacts
 from engine.batch import ForwardBatch
+from engine.kernels.norm import norm_heads
 from engine.kernels.rope import angles, scaled
 from engine.memory.kv_pool import KVPool
 from engine.native.library import NativeLibrary
@@ -24,10 +25,8 @@ class NativeStep:
         self._batch = batch
         self._pool = pool
         self._library = library
-        # In float64, since libraries round differently on different processors: what is then rounded to float32 is the same.
-        angles_TF = angles(frequencies, torch.from_numpy(batch.positions_T)).double()
-        cos_TF, sin_TF = scaled(angles_TF.cos(), angles_TF.sin(), facts.attention_factor)
-        self._cos_TF, self._sin_TF = cos_TF.float(), sin_TF.float()
+        self._frequencies = frequencies
+        self._cos_TF, self._sin_TF = self._rotation(batch)
         self._slots_T = torch.from_numpy(batch.slots_T)
         self._tables_CW = torch.from_numpy(batch.tables_CW)
         self._single_tables_BW = self._tables_CW[batch.num_longer :]
@@ -39,9 +38,32 @@ class NativeStep:
         self._attended_TNH = torch.empty((tokens, facts.num_heads, facts.head_dim), dtype=library.dtype)
         self._num_longer_rows = self._longer_rows[-1].stop if self._longer_rows else 0
 
+    def refill(self, batch: ForwardBatch) -> None:
+        """Go on with another batch, in the same memory. Both are of so many single tokens; its tables may be narrower."""
+        assert len(batch.token_ids_T) == len(self.token_ids_T)
+        assert batch.num_longer == self._batch.num_longer == 0
+        for own, new in zip((self._cos_TF, self._sin_TF), self._rotation(batch), strict=True):
+            own.copy_(new)
+        self.token_ids_T.copy_(torch.from_numpy(batch.token_ids_T))
+        self._slots_T.copy_(torch.from_numpy(batch.slots_T))
+        self._tables_CW[:, : batch.tables_CW.shape[1]] = torch.from_numpy(batch.tables_CW)
+        self._single_lengths_B.copy_(torch.from_numpy(batch.ends_C))
+
+    def _rotation(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        """Cosines and sines. In float64, since libraries round differently on different processors: what is then rounded to
+        float32 is the same.
+        """
+        angles_TF = angles(self._frequencies, torch.from_numpy(batch.positions_T)).double()
+        cos_TF, sin_TF = scaled(angles_TF.cos(), angles_TF.sin(), self._facts.attention_factor)
+        return cos_TF.float(), sin_TF.float()
+
     def add_norm(self, x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
         self._library.add_rms_norm(x_TD, delta_TD, weight_D, eps, self._normed_TD)
         return self._normed_TD
+
+    def norm_heads(self, qkv_TA: Tensor, q_norm_H: Tensor, k_norm_H: Tensor, eps: float) -> None:
+        heads = qkv_TA.unflatten(1, (-1, self._facts.head_dim))
+        self._library.calls.make(norm_heads, heads, q_norm_H, k_norm_H, eps, self._facts.num_kv_heads)
 
     def store(self, layer: int, qkv_TA: Tensor) -> None:
         slots_2SKH = self._pool.layer_slots(layer)

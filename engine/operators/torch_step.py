@@ -15,7 +15,7 @@ from engine.batch import ForwardBatch
 from engine.kernels.activation import swiglu
 from engine.kernels.attention import decode_attention, prefill_attention
 from engine.kernels.kv_cache import numbers_of, store_kv, stored_heads
-from engine.kernels.norm import rms_norm
+from engine.kernels.norm import norm_heads, rms_norm
 from engine.kernels.rope import rotate, rotation
 from engine.memory.kv_pool import KVPool
 
@@ -71,6 +71,9 @@ class TorchStep:
 
     def add_norm(self, x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
         return rms_norm(x_TD if delta_TD is None else x_TD.add_(delta_TD), weight_D, eps)
+
+    def norm_heads(self, qkv_TA: Tensor, q_norm_H: Tensor, k_norm_H: Tensor, eps: float) -> None:
+        norm_heads(qkv_TA.unflatten(1, (-1, q_norm_H.shape[0])), q_norm_H, k_norm_H, eps, self._num_kv_heads)
 
     def store(self, layer: int, qkv_TA: Tensor) -> None:
         heads, kv_heads = self._num_heads, self._num_kv_heads

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from configs.facts import ModelFacts
 from engine.batch import ForwardBatch
+from engine.kernels.norm import norm_heads
 from engine.kernels.rope import angles, scaled
 from engine.kernels.triton.decode_attention import DecodeAttention
 from engine.kernels.triton.kv_cache import rotate_and_store
@@ -63,6 +64,9 @@ class TritonStep:
     def add_norm(self, x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float) -> Tensor:
         add_norm(x_TD, delta_TD, weight_D, eps, self._normed_TD).run()
         return self._normed_TD
+
+    def norm_heads(self, qkv_TA: Tensor, q_norm_H: Tensor, k_norm_H: Tensor, eps: float) -> None:
+        norm_heads(qkv_TA.unflatten(1, (-1, q_norm_H.shape[0])), q_norm_H, k_norm_H, eps, self._facts.num_kv_heads)
 
     def store(self, layer: int, qkv_TA: Tensor) -> None:
         slots_2SKH = self._slots(layer)

@@ -1,0 +1,99 @@
+"""A decoder on a processor, whose decode steps are recorded: a loop over calls where the Python of a whole model would be.
+
+    step of single tokens ──► the recording for so many: its memory is filled, its calls are made again
+                              none yet: the step is computed as any other one, and recorded
+    any other step ──► operator by operator
+
+What CUDA graphs are on a GPU (`engine.cuda_graphs`). Embedding, head and sampling are not part of a recording.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from configs.facts import ModelFacts
+from engine.batch import ForwardBatch
+from engine.memory.kv_pool import KVPool, most_blocks
+from engine.models.decoder import Decoder, DecoderWeights
+from engine.native.library import NativeLibrary
+from engine.native.recording import Recording
+from engine.operators import step_factory
+from engine.operators.native_step import NativeStep
+from engine.ranks.tensor_parallel import ALONE
+
+MAX_ROWS = 64
+"""Larger steps take so long that their Python does not matter."""
+_KEPT = 16
+"""Recordings that are kept, those used last. Each has memory for one layer's results."""
+
+
+class RecordedDecoder:
+    """A decoder whose decode steps are recorded. Used in inference mode, from one thread at a time."""
+
+    def __init__(self, facts: ModelFacts, weights: DecoderWeights, pool: KVPool, library: NativeLibrary) -> None:
+        """For a model that has native steps (`engine.operators.has_native_step`); `library` is the one of its weights."""
+        self._facts = facts
+        self._weights = weights
+        self._pool = pool
+        self._library = library
+        self._decoder = Decoder(facts, weights, step_factory(facts, library), ALONE)
+        self._steps: OrderedDict[int, _RecordedStep] = OrderedDict()
+        """By their rows, the last used last."""
+
+    def forward(self, batch: ForwardBatch, on_layer: Callable[[int], None] | None) -> Tensor | None:
+        """Return the logits of the sampled rows, as `Decoder.forward` does."""
+        rows = len(batch.token_ids_T)
+        if on_layer is not None or not batch.only_decodes or rows > MAX_ROWS:
+            return self._decoder.forward(batch, self._pool, on_layer)
+        step = self._steps.pop(rows, None)
+        if step is None:
+            step = _RecordedStep(self._facts, self._weights, self._pool, self._library, rows)
+        self._steps[rows] = step
+        if len(self._steps) > _KEPT:
+            self._steps.popitem(last=False)
+        return self._decoder.logits(step.forward(self._decoder, batch))
+
+
+class _RecordedStep:
+    """The step of a number of rows, in memory of its own."""
+
+    def __init__(self, facts: ModelFacts, weights: DecoderWeights, pool: KVPool, library: NativeLibrary, rows: int) -> None:
+        self._library, self._pool = library, pool
+        self._batch = _any_batch(rows, most_blocks(facts, pool), pool.block_size)
+        self._step = NativeStep(facts, self._batch, pool, weights.rope_frequencies, library)
+        self._x_TD = torch.empty((rows, facts.hidden_size))
+        self._normed_TD: Tensor | None = None
+        self._recording = Recording()
+
+    def forward(self, decoder: Decoder, batch: ForwardBatch) -> Tensor:
+        """Compute a batch of so many rows; what the output head is multiplied by, [T, D]."""
+        self._step.refill(batch)
+        self._x_TD.copy_(decoder.embed(self._step.token_ids_T))
+        if self._normed_TD is not None:
+            self._recording.replay()
+            return self._normed_TD
+        with self._library.recording(self._recording):
+            normed_TD = decoder.layers(self._step, self._x_TD, self._batch, self._pool, None)
+        assert normed_TD is not None, "all rows are sampled from"
+        self._normed_TD = normed_TD
+        return normed_TD
+
+
+def _any_batch(rows: int, width: int, block_size: int) -> ForwardBatch:
+    """Says how many rows there are, that all are sampled from, and how wide tables may be. What is computed is filled in."""
+    return ForwardBatch(
+        token_ids_T=np.zeros(rows, np.int64),
+        starts_C=np.zeros(rows, np.int64),
+        ends_C=np.ones(rows, np.int64),
+        row_ends_C=np.arange(1, rows + 1),
+        num_longer=0,
+        tables_CW=np.zeros((rows, width), np.int64),
+        block_size=block_size,
+        sampled_chunks=tuple(range(rows)),
+        sample_rows_S=torch.arange(rows),
+    )

@@ -1,0 +1,145 @@
+"""Recorded decode steps have the bits of steps that are computed operator by operator, and write the same KV."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from configs.facts import Architecture, KvCacheDtype, ModelFacts
+from engine import recorded_steps
+from engine.batch import Chunk, ForwardBatch
+from engine.memory.kv_pool import KVPool
+from engine.models.decoder import Decoder
+from engine.models.packing import Quantization, WeightFormat
+from engine.models.weights import load_weights
+from engine.native.library import NativeLibrary
+from engine.operators import step_factory
+from engine.ranks.tensor_parallel import ALONE
+from engine.recorded_steps import MAX_ROWS, RecordedDecoder
+from protocol.sampling import SamplingParams
+from tests.tiny_models import random_model, saved, tiny_facts
+
+SAMPLED = SamplingParams(seed=0, max_tokens=9)
+BLOCK = 8
+SIZES: dict[str, Any] = {"num_layers": 3, "hidden_size": 128, "intermediate_size": 160, "vocab_size": 256, "head_dim": 64}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": SIZES,
+    "qwen2": SIZES | {"architecture": Architecture.QWEN2, "attention_bias": True, "num_heads": 2, "num_kv_heads": 1},
+    "qwen3": SIZES | {"architecture": Architecture.QWEN3, "qk_norm": True},
+    "windows": SIZES | {"sliding_windows": (0, 24, 24), "architecture": Architecture.QWEN3, "qk_norm": True},
+    "odd-sizes": SIZES | {"hidden_size": 144, "intermediate_size": 112, "vocab_size": 211, "head_dim": 64},
+}
+"""The last one's matrices do not divide into the parts of dense ones."""
+CASES = [
+    ("llama", torch.bfloat16, "none", "auto"),
+    ("llama", torch.bfloat16, "int4", "auto"),
+    ("llama", torch.float32, "int8", "int8"),
+    ("qwen2", torch.bfloat16, "none", "auto"),
+    ("qwen3", torch.bfloat16, "none", "int8"),
+    ("windows", torch.bfloat16, "none", "auto"),
+    ("odd-sizes", torch.bfloat16, "none", "auto"),
+    ("odd-sizes", torch.float32, "none", "auto"),
+]
+
+
+class Pair:
+    """One model twice, with recorded steps and without, each with a pool of its own of the same numbers."""
+
+    def __init__(
+        self, facts: ModelFacts, dtype: torch.dtype, quantization: Quantization = "none", kv_cache_dtype: KvCacheDtype = "auto"
+    ) -> None:
+        library = NativeLibrary.load(1, dtype)
+        if library is None:
+            pytest.skip("needs a set of native operators")
+        weights = load_weights(facts, WeightFormat(dtype, quantization, library))
+        own, other = (KVPool.for_model(facts, 4096, BLOCK, dtype, kv_cache_dtype=kv_cache_dtype) for _ in range(2))
+        own.fill_randomly(torch.Generator().manual_seed(3))
+        other.data.copy_(own.data)
+        self._pools = own, other
+        self.recorded = RecordedDecoder(facts, weights, own, library)
+        self._plain = Decoder(facts, weights, step_factory(facts, library), ALONE)
+
+    def agree(self, chunks: list[Chunk]) -> None:
+        """Both compute a step, and all bits are the same."""
+        batch = ForwardBatch.build(chunks, BLOCK)
+        logits, expected = self.recorded.forward(batch, None), self._plain.forward(batch, self._pools[1], None)
+        assert (logits is None) == (expected is None)
+        if logits is not None and expected is not None:
+            assert torch.equal(logits, expected)
+            assert torch.isfinite(logits).all()
+        assert torch.equal(self._pools[0].data.view(torch.uint8), self._pools[1].data.view(torch.uint8))
+
+
+def made(name: str, folder: Path) -> ModelFacts:
+    """A model of MODELS, whose norms and biases matter."""
+    facts = tiny_facts(name, **MODELS[name])
+    model = random_model(facts, seed=7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return saved(model, facts, folder)
+
+
+def decodes(rows: int, step: int) -> list[Chunk]:
+    """The step-th token of so many streams, whose contexts have different lengths, in blocks anywhere."""
+    return [
+        Chunk([17 + 13 * i + step], 5 * i + step, [(7 * i + 3 * j) % 64 + 64 * i for j in range(8)], SAMPLED, 1 + step)
+        for i in range(rows)
+    ]
+
+
+@pytest.mark.parametrize(("name", "dtype", "quantization", "kv_cache_dtype"), CASES)
+def test_bits_are_those_of_other_steps(
+    name: str, dtype: torch.dtype, quantization: Quantization, kv_cache_dtype: KvCacheDtype, tmp_path: Path
+) -> None:
+    facts = made(name, tmp_path)
+    with torch.inference_mode():
+        pair = Pair(facts, dtype, quantization, kv_cache_dtype)
+        for rows in (3, 1, 3, 5, 1, 3):  # of each the first is recorded
+            for step in range(3):
+                pair.agree(decodes(rows, step))
+
+
+def test_all_kinds_of_steps(tmp_path: Path) -> None:
+    """Prompts, a token and its draft, rows that are not sampled from, and steps of many rows are not recorded."""
+    facts = made("llama", tmp_path)
+    with torch.inference_mode():
+        pair = Pair(facts, torch.bfloat16)
+        table = list(range(100, 110))
+        drafted = [Chunk([3], 20, table, SAMPLED, 1), Chunk([4], 21, table, SAMPLED, 2, continues=True)]
+        for chunks in (
+            decodes(2, 0),
+            [Chunk(list(range(20)), 0, table, SAMPLED, 0), *decodes(2, 1)],
+            drafted,
+            decodes(2, 2),
+            [Chunk([5], 3, table, None, 0)],
+            [replace(chunk, sampling=None) if i else chunk for i, chunk in enumerate(decodes(2, 3))],
+            [Chunk([i], 0, [i], SAMPLED, 0) for i in range(MAX_ROWS + 1)],
+            decodes(2, 4),
+        ):
+            pair.agree(chunks)
+
+
+def test_contexts_of_any_length(tmp_path: Path) -> None:
+    """A recording that was made of short contexts serves long ones, and short ones again."""
+    facts = made("llama", tmp_path)
+    tables = [list(range(64)), list(range(100, 164))]
+    with torch.inference_mode():
+        pair = Pair(facts, torch.bfloat16)
+        for start in (0, 511, 8, 300, 7):
+            pair.agree([Chunk([start % 200 + i], start, table, SAMPLED, 1) for i, table in enumerate(tables)])
+
+
+def test_few_recordings_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those used last; the others are made again."""
+    monkeypatch.setattr(recorded_steps, "_KEPT", 2)
+    facts = made("llama", tmp_path)
+    with torch.inference_mode():
+        pair = Pair(facts, torch.bfloat16)
+        for step, rows in enumerate((1, 2, 1, 3, 2, 1)):
+            pair.agree(decodes(rows, step))
+        assert list(pair.recorded._steps) == [2, 1]
