@@ -1,12 +1,7 @@
 """What Python costs in a decode step of 16 sequences, 256 tokens each, one thread: `python -m benchmarks.step_overhead`.
 
-A step's wall time less the time inside operators, where operators are what torch's profiler records at the top level, and the
-native library's, which it does not see. All else counts as Python: laying out the batch, numpy included, the
-calls between operators, reading results.
-
-The profiler itself takes time, partly inside the operators that it times, partly between them, and does not say which. So there
-are two bounds. Low: operators' time under the profiler against the plain step's, as if all of the profiler's own time were
-inside. High: against the profiled step's, as if all of it were between. Plain and profiled steps alternate.
+A step's wall time less the time inside the native operators, sampling's included, each of which is timed where it is called.
+All else counts as Python: laying out the batch, with NumPy and torch's few small operators, the calls, reading results.
 """
 
 from __future__ import annotations
@@ -14,94 +9,75 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
 
 from configs.models import resolve
 from engine.batch import Chunk
 from engine.model_runner import ModelRunner
-from engine.native.build import load_library
-from engine.native.library import LOGITS_SIGNATURES, SIGNATURES
+from engine.native.library import LOGITS_SIGNATURES, SIGNATURES, NativeLibrary
+from engine.native.sampling import NativeSampler
 from protocol.sampling import SamplingParams
 
 SEQUENCES, CONTEXT, BLOCK_SIZE, KV_TOKENS = 16, 256, 16, 8192
 GREEDY = SamplingParams(seed=0, max_tokens=2, temperature=0.0)
-WARM_STEPS, STEPS = 3, 12
+WARM_STEPS, STEPS = 5, 25
+
+
+class Timed:
+    """Functions that add the seconds that they take to a sum."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def of(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, timed."""
+
+        def call(*arguments: Any) -> Any:
+            began = time.perf_counter()
+            result = function(*arguments)
+            self.seconds += time.perf_counter() - began
+            return result
+
+        return call
 
 
 def main() -> None:
     torch.set_num_threads(1)
+    timed = time_operators()
     runner = ModelRunner.load(resolve("smollm2").facts, dtype="auto", block_size=BLOCK_SIZE, num_kv_tokens=KV_TOKENS)
     runner.pool.data.normal_()
-
-    def step() -> None:
-        # Every 16th block is a sequence's next: scattered, as after some hours of service.
-        tables = [range(i, runner.pool.num_blocks, SEQUENCES) for i in range(SEQUENCES)]
-        runner.execute(
-            [
-                Chunk(token_ids=(50 + i,), start=CONTEXT, block_table=table, sampling=GREEDY, num_generated=1)
-                for i, table in enumerate(tables)
-            ]
-        )
-
-    for _ in range(WARM_STEPS):
-        step()
-        profiled_s(step)
-    plain, profiled, operators = [], [], []
-    for _ in range(STEPS):
+    # Every 16th block is a sequence's next: scattered, as after some hours of service.
+    tables = [range(i, runner.pool.num_blocks, SEQUENCES) for i in range(SEQUENCES)]
+    chunks = [
+        Chunk(token_ids=(50 + i,), start=CONTEXT, block_table=table, sampling=GREEDY, num_generated=1)
+        for i, table in enumerate(tables)
+    ]
+    steps, outside = [], []
+    for _ in range(WARM_STEPS + STEPS):
+        timed.seconds = 0.0
         began = time.perf_counter()
-        step()
-        plain.append(time.perf_counter() - began)
-        whole_s, operators_s = profiled_s(step)
-        profiled.append(whole_s)
-        operators.append(operators_s)
-    step_s, whole_s, operators_s = (statistics.median(times) for times in (plain, profiled, operators))
+        runner.execute(chunks)
+        steps.append(time.perf_counter() - began)
+        outside.append(1 - timed.seconds / steps[-1])
     result = {
-        "step_ms": step_s * 1e3,
-        "profiled_step_ms": whole_s * 1e3,
-        "operators_ms": operators_s * 1e3,
-        "overhead_low": 1 - operators_s / step_s,
-        "overhead_high": 1 - operators_s / whole_s,
+        "step_ms": statistics.median(steps[WARM_STEPS:]) * 1e3,
+        "overhead": statistics.median(outside[WARM_STEPS:]),
     }
     print(json.dumps({name: round(value, 4) for name, value in result.items()}))
 
 
-def profiled_s(step: Callable[[], None]) -> tuple[float, float]:
-    """Wall seconds of a step under the profiler, and of the operators that it called."""
-    with native_functions_recorded(), profile(activities=[ProfilerActivity.CPU]) as profiler:
-        began = time.perf_counter()
-        step()
-        took = time.perf_counter() - began
-    events: Any = profiler.events()
-    return took, sum(event.cpu_time_total for event in events if event.cpu_parent is None) / 1e6
-
-
-@contextmanager
-def native_functions_recorded() -> Iterator[None]:
-    built = load_library(torch.bfloat16)
-    library = None if built is None else built.functions
-    functions = {name: getattr(library, name) for name in SIGNATURES | LOGITS_SIGNATURES} if library else {}
-    for name, function in functions.items():
-        setattr(library, name, recorded(name, function))
-    try:
-        yield
-    finally:
-        for name, function in functions.items():
-            setattr(library, name, function)
-
-
-def recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, seen by the profiler."""
-
-    def call(*arguments: Any) -> Any:
-        with record_function(name):
-            return function(*arguments)
-
-    return call
+def time_operators() -> Timed:
+    """Time the native operators of whatever is loaded from here on."""
+    library = NativeLibrary.load(1, torch.bfloat16)
+    assert library is not None, "this machine has no native operators"
+    NativeSampler(library)  # declares its function
+    timed = Timed()
+    for name in (*SIGNATURES, *LOGITS_SIGNATURES, "sample"):
+        setattr(library.functions, name, timed.of(getattr(library.functions, name)))
+    return timed
 
 
 if __name__ == "__main__":

@@ -32,9 +32,9 @@ from engine.native.build import load_library
 from engine.native.library import NativeLibrary
 from engine.native.sampling import NativeSampler
 from engine.operators import has_native_step, step_factory
+from engine.operators.recorded_steps import RecordedDecoder
 from engine.profiling.key import profile_key
 from engine.ranks.tensor_parallel import ALONE, TensorParallel
-from engine.recorded_steps import RecordedDecoder
 from engine.run_ahead import RunAhead
 from engine.sampler import SampleRequest, sample
 from protocol.errors import ConfigError

@@ -10,16 +10,15 @@ import pytest
 import torch
 
 from configs.facts import Architecture, KvCacheDtype, ModelFacts
-from engine import recorded_steps
 from engine.batch import Chunk, ForwardBatch
 from engine.memory.kv_pool import KVPool
 from engine.models.decoder import Decoder
 from engine.models.packing import Quantization, WeightFormat
 from engine.models.weights import load_weights
 from engine.native.library import NativeLibrary
-from engine.operators import step_factory
+from engine.operators import recorded_steps, step_factory
+from engine.operators.recorded_steps import MAX_ROWS, RecordedDecoder
 from engine.ranks.tensor_parallel import ALONE
-from engine.recorded_steps import MAX_ROWS, RecordedDecoder
 from protocol.sampling import SamplingParams
 from tests.tiny_models import random_model, saved, tiny_facts
 
