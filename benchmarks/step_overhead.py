@@ -17,7 +17,8 @@ import torch
 from configs.models import resolve
 from engine.batch import Chunk
 from engine.model_runner import ModelRunner
-from engine.native.library import LOGITS_SIGNATURES, SIGNATURES, NativeLibrary
+from engine.native.build import load_alike
+from engine.native.library import LOGITS_SIGNATURES, LOOKUP_SIGNATURES, SIGNATURES, NativeLibrary
 from engine.native.sampling import NativeSampler
 from protocol.sampling import SamplingParams
 
@@ -71,12 +72,15 @@ def main() -> None:
 
 def time_operators() -> Timed:
     """Time the native operators of whatever is loaded from here on."""
-    library = NativeLibrary.load(1, torch.bfloat16)
+    dtype = torch.bfloat16
+    library = NativeLibrary.load(1, dtype)
     assert library is not None, "this machine has no native operators"
-    NativeSampler(library)  # declares its function
+    library.prefer((), alike := load_alike(dtype))  # declares functions, as the sampler does
+    NativeSampler(library)
     timed = Timed()
-    for name in (*SIGNATURES, *LOGITS_SIGNATURES, "sample"):
-        setattr(library.functions, name, timed.of(getattr(library.functions, name)))
+    for built in alike:
+        for name in (*SIGNATURES, *LOGITS_SIGNATURES, *LOOKUP_SIGNATURES, "sample"):
+            setattr(built.functions, name, timed.of(getattr(built.functions, name)))
     return timed
 
 

@@ -13,11 +13,8 @@ from engine.kernels.linear import linear_for
 from engine.kernels.rope import inverse_frequencies
 from engine.memory.kv_pool import KVPool
 from engine.model_runner import ModelRunner, own_arithmetic
-from engine.models.decoder import Decoder, DecoderWeights, Layer, Product
+from engine.models.decoder import DecoderWeights, Layer, Product
 from engine.native.library import NativeLibrary
-from engine.operators import step_factory
-from engine.ranks.tensor_parallel import ALONE
-from engine.sampler import sample
 
 BLOCK_SIZE = 16
 SPREAD = 0.02
@@ -76,10 +73,7 @@ def runner_of(facts: ModelFacts, weights: DecoderWeights, pool: KVPool, dtype_na
     arithmetic = own_arithmetic(facts, weights, library, dtype_name, pool.block_size, "none", 1)
     if pool.data.is_cuda:
         return ModelRunner.on_gpu(facts, weights, pool, dtype_name, arithmetic)
-    decoder = Decoder(facts, weights, step_factory(facts, library), ALONE)
-    return ModelRunner(
-        facts, lambda batch, on_layer: decoder.forward(batch, pool, on_layer), sample, pool, dtype_name, arithmetic
-    )
+    return ModelRunner.on_processor(facts, weights, pool, library, dtype_name, arithmetic)
 
 
 def random_runner(facts: ModelFacts, num_tokens: int, dtype: torch.dtype, dtype_name: str, device: torch.device) -> ModelRunner:

@@ -142,6 +142,21 @@ class ModelRunner:
         )
         if device == "cuda":
             return cls.on_gpu(facts, weights, pool, dtype_name, arithmetic, largest_step.rows, ranks)
+        return cls.on_processor(facts, weights, pool, library, dtype_name, arithmetic, ranks)
+
+    @classmethod
+    def on_processor(
+        cls,
+        facts: ModelFacts,
+        weights: DecoderWeights,
+        pool: KVPool,
+        library: NativeLibrary | None,
+        dtype_name: str,
+        arithmetic: str,
+        ranks: TensorParallel = ALONE,
+    ) -> ModelRunner:
+        """Return a runner with one rank's weights and pool in a processor's memory; `library` is the one of its weights."""
+        own = rank_facts(facts, ranks.size)
         sampler = sample if library is None else NativeSampler(library)
         if library is not None and ranks.size == 1 and has_native_step(own):
             return cls(facts, RecordedDecoder(own, weights, pool, library).forward, sampler, pool, dtype_name, arithmetic)

@@ -74,7 +74,7 @@ class SamplingParams:
             "max_tokens": self.max_tokens >= 1,
             "temperature": 0 <= self.temperature < float("inf"),
             "top_p": 0 < self.top_p <= 1,
-            "top_k": self.top_k >= 0,
+            "top_k": 0 <= self.top_k < 2**31,
             "min_p": 0 <= self.min_p <= 1,
             "min_tokens": self.min_tokens >= 0,
             "stop_token_ids": all(0 <= token_id < vocab_size for token_id in self.stop_token_ids),

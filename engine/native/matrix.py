@@ -98,8 +98,10 @@ class DenseMatrix:
     def _product(self, x_TI: Tensor, dtype: torch.dtype) -> Tensor:
         calls, rows = self._library.calls, len(x_TI)
         if self._more_inputs:
-            filled_TI = calls.result(rows, self._inputs + self._more_inputs, x_TI.dtype)
-            calls.make(_fill_up, filled_TI, x_TI)
+            filled_TI = torch.zeros(
+                (rows, self._inputs + self._more_inputs), dtype=x_TI.dtype
+            )  # not a result: one may have its shape
+            calls.make(filled_TI[:, : self._inputs].copy_, x_TI)
             x_TI = filled_TI
         y_TO = self._library.dense_product(x_TI, self._packed, self._outputs + self._more_outputs, dtype)
         if not self._more_outputs:
@@ -123,13 +125,6 @@ class NativeLinear:
         if self._bias_O is not None:
             self._library.calls.make(product_TO.add_, self._bias_O)
         return product_TO
-
-
-def _fill_up(filled_TI: Tensor, x_TI: Tensor) -> None:
-    """Write rows into wider ones, and zeros behind them."""
-    inputs = x_TI.shape[1]
-    filled_TI[:, :inputs] = x_TI
-    filled_TI[:, inputs:] = 0
 
 
 def _missing(outputs: int, inputs: int) -> tuple[int, int]:

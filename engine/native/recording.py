@@ -4,7 +4,8 @@
     recording.replay()                   the same calls, which read and write the same memory
 
 Python takes about 6 microseconds for an operator, checks included, of which the call itself is one. A call is noted with the
-addresses that it was made with, so whoever records keeps the memory that it gave, and fills it before each replay.
+addresses that it was made with. So whoever records keeps the memory that it gave, and fills it before each replay; and what is
+not computed by a call of `Calls.make` is not computed again.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from engine.ranks.tensor_parallel import ALONE
 MAX_ROWS = 64
 """Larger steps take so long that their Python does not matter."""
 _KEPT = 16
-"""Recordings that are kept, those used last. Each has memory for one layer's results."""
+"""Recordings that are kept, those used last. Each has memory for one layer's results and for block tables."""
 
 
 class RecordedDecoder:
@@ -67,21 +67,22 @@ class _RecordedStep:
         self._batch = _any_batch(rows, most_blocks(facts, pool), pool.block_size)
         self._step = NativeStep(facts, self._batch, pool, weights.rope_frequencies, library)
         self._x_TD = torch.empty((rows, facts.hidden_size))
-        self._normed_TD: Tensor | None = None
-        self._recording = Recording()
+        self._recorded: tuple[Recording, Tensor] | None = None
 
     def forward(self, decoder: Decoder, batch: ForwardBatch) -> Tensor:
         """Compute a batch of so many rows; what the output head is multiplied by, [T, D]."""
         self._step.refill(batch)
         self._x_TD.copy_(decoder.embed(self._step.token_ids_T))
-        if self._normed_TD is not None:
-            self._recording.replay()
-            return self._normed_TD
-        with self._library.recording(self._recording):
-            normed_TD = decoder.layers(self._step, self._x_TD, self._batch, self._pool, None)
-        assert normed_TD is not None, "all rows are sampled from"
-        self._normed_TD = normed_TD
-        return normed_TD
+        if self._recorded is not None:
+            recording, normed_TD = self._recorded
+            recording.replay()
+            return normed_TD
+        recording = Recording()
+        with self._library.recording(recording):
+            computed_TD = decoder.layers(self._step, self._x_TD, self._batch, self._pool, None)
+        assert computed_TD is not None, "all rows are sampled from"
+        self._recorded = recording, computed_TD  # not before it is whole
+        return computed_TD
 
 
 def _any_batch(rows: int, width: int, block_size: int) -> ForwardBatch:

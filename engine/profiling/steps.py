@@ -26,13 +26,10 @@ from engine.batch import Chunk
 from engine.kernels.rope import inverse_frequencies
 from engine.memory.kv_pool import KVPool
 from engine.model_runner import ModelRunner
-from engine.models.decoder import Decoder, DecoderWeights, Layer
+from engine.models.decoder import DecoderWeights, Layer
 from engine.native.library import NativeLibrary
-from engine.native.sampling import NativeSampler
-from engine.operators import step_factory
 from engine.profiling.choosing import MOST_SPREAD, PREFILL_STEP_S, spread
 from engine.profiling.products import HEAD, Product
-from engine.ranks.tensor_parallel import ALONE
 from protocol.sampling import SamplingParams
 
 PREFILL_TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048)
@@ -165,11 +162,9 @@ class _MadeUpModel:
     def _runner(self, depth: int, num_tokens: int) -> ModelRunner:
         facts = replace(self._facts, num_layers=depth)
         weights = replace(self._weights, layers=tuple(self._layers[i % len(self._layers)] for i in range(depth)))
-        decoder = Decoder(facts, weights, step_factory(facts, self._library), ALONE)
         pool = KVPool.for_model(facts, num_tokens, _BLOCK_SIZE, self._library.dtype, kv_cache_dtype=self._kv_cache_dtype)
         pool.data.fill_(_SOME_BYTE if pool.data.dtype == torch.uint8 else 1)
-        sampler = NativeSampler(self._library)
-        return ModelRunner(facts, lambda batch, on_layer: decoder.forward(batch, pool, on_layer), sampler, pool, "", "")
+        return ModelRunner.on_processor(facts, weights, pool, self._library, "", "")
 
     @cached_property
     def _weights(self) -> DecoderWeights:

@@ -1,5 +1,5 @@
 // From logits to tokens, by the rules of engine/sampler.py. Plain C++, the same for every instruction set: the compiler makes
-// vectors of the passes over a row, and each result has the same bits with all of them.
+// vectors of the passes over a row. Gaps and masses have the same bits with all of them; logarithms are the C library's.
 //
 // Few of a row's tokens are looked at one by one. Those near the best one are scored first. Another one can only win with a
 // small word, since the noise falls as the word grows: below its mass times a bound.

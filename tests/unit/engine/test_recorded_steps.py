@@ -31,8 +31,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": SIZES | {"architecture": Architecture.QWEN3, "qk_norm": True},
     "windows": SIZES | {"sliding_windows": (0, 24, 24), "architecture": Architecture.QWEN3, "qk_norm": True},
     "odd-sizes": SIZES | {"hidden_size": 144, "intermediate_size": 112, "vocab_size": 211, "head_dim": 64},
+    "equal-widths": SIZES | {"intermediate_size": 112},
 }
-"""The last one's matrices do not divide into the parts of dense ones."""
+"""Dense matrices of the last two do not divide into parts. In the last one, what the inputs of `down` are filled up to is as
+wide as its product."""
 CASES = [
     ("llama", torch.bfloat16, "none", "auto"),
     ("llama", torch.bfloat16, "int4", "auto"),
@@ -42,6 +44,7 @@ CASES = [
     ("windows", torch.bfloat16, "none", "auto"),
     ("odd-sizes", torch.bfloat16, "none", "auto"),
     ("odd-sizes", torch.float32, "none", "auto"),
+    ("equal-widths", torch.bfloat16, "none", "auto"),
 ]
 
 
@@ -142,3 +145,15 @@ def test_few_recordings_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         for step, rows in enumerate((1, 2, 1, 3, 2, 1)):
             pair.agree(decodes(rows, step))
         assert list(pair.recorded._steps) == [2, 1]
+
+
+def test_a_step_that_fails_is_recorded_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a step that an operator ended early nothing is repeated."""
+    with torch.inference_mode():
+        pair = Pair(made("llama", tmp_path), torch.bfloat16)
+        with monkeypatch.context() as failing:
+            failing.setattr(NativeLibrary, "swiglu", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                pair.recorded.forward(ForwardBatch.build(decodes(2, 0), BLOCK), None)
+        for step in range(3):
+            pair.agree(decodes(2, step))
