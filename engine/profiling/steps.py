@@ -160,7 +160,8 @@ class _MadeUpModel:
         return _Timed(chunks, one, several, depth, self._facts.num_layers)
 
     def _runner(self, depth: int, num_tokens: int) -> ModelRunner:
-        facts = replace(self._facts, num_layers=depth)
+        longest = max(self._facts.max_model_len, num_tokens)  # contexts of the steps may be longer than the model's
+        facts = replace(self._facts, num_layers=depth, max_model_len=longest)
         weights = replace(self._weights, layers=tuple(self._layers[i % len(self._layers)] for i in range(depth)))
         pool = KVPool.for_model(facts, num_tokens, _BLOCK_SIZE, self._library.dtype, kv_cache_dtype=self._kv_cache_dtype)
         pool.data.fill_(_SOME_BYTE if pool.data.dtype == torch.uint8 else 1)
