@@ -31,8 +31,8 @@ from engine.models.weights import load_weights
 from engine.native.build import load_library
 from engine.native.library import NativeLibrary
 from engine.native.sampling import NativeSampler
-from engine.operators import has_native_step, step_factory
-from engine.operators.recorded_steps import RecordedDecoder
+from engine.operators import step_factory
+from engine.operators.recorded_steps import RecordedDecoder, can_record
 from engine.profiling.key import profile_key
 from engine.ranks.tensor_parallel import ALONE, TensorParallel
 from engine.run_ahead import RunAhead
@@ -155,10 +155,10 @@ class ModelRunner:
         arithmetic: str,
         ranks: TensorParallel = ALONE,
     ) -> ModelRunner:
-        """Return a runner with one rank's weights and pool in a processor's memory; `library` is the one of its weights."""
+        """Return a runner with one rank's weights and pool in a processor's memory. `library` has the operators, if any do."""
         own = rank_facts(facts, ranks.size)
         sampler = sample if library is None else NativeSampler(library)
-        if library is not None and ranks.size == 1 and has_native_step(own):
+        if library is not None and ranks.size == 1 and can_record(own, weights):
             return cls(facts, RecordedDecoder(own, weights, pool, library).forward, sampler, pool, dtype_name, arithmetic)
         decoder = Decoder(own, weights, step_factory(own, library), ranks)
         return cls(facts, lambda batch, on_layer: decoder.forward(batch, pool, on_layer), sampler, pool, dtype_name, arithmetic)

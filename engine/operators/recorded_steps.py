@@ -21,8 +21,9 @@ from engine.batch import ForwardBatch
 from engine.memory.kv_pool import KVPool, most_blocks
 from engine.models.decoder import Decoder, DecoderWeights
 from engine.native.library import NativeLibrary
+from engine.native.matrix import DenseMatrix, NativeLinear, QuantizedMatrix
 from engine.native.recording import Recording
-from engine.operators import step_factory
+from engine.operators import has_native_step, step_factory
 from engine.operators.native_step import NativeStep
 from engine.ranks.tensor_parallel import ALONE
 
@@ -32,11 +33,22 @@ _KEPT = 16
 """Recordings that are kept, those used last. Each has memory for one layer's results and for block tables."""
 
 
+def can_record(facts: ModelFacts, weights: DecoderWeights) -> bool:
+    """Whether all that a layer computes is a library's call: its products, too. Others would be missing in a recording."""
+    kinds = (NativeLinear, QuantizedMatrix, DenseMatrix)
+    return has_native_step(facts) and all(
+        isinstance(product, kinds)
+        for layer in weights.layers
+        for product in (layer.qkv, layer.output, layer.gate_up, layer.down)
+    )
+
+
 class RecordedDecoder:
     """A decoder whose decode steps are recorded. Used in inference mode, from one thread at a time."""
 
     def __init__(self, facts: ModelFacts, weights: DecoderWeights, pool: KVPool, library: NativeLibrary) -> None:
-        """For a model that has native steps (`engine.operators.has_native_step`); `library` is the one of its weights."""
+        """For what `can_record`; `library` is the one of the weights."""
+        assert can_record(facts, weights)
         self._facts = facts
         self._weights = weights
         self._pool = pool

@@ -1,5 +1,7 @@
 """Times of a worker's steps, by a model of made-up weights: the real operators, and the real code around them.
 
+Steps are not recorded (`engine.operators.recorded_steps`): a worker's decode steps take up to two milliseconds less.
+
 Only some layers are computed. A step of L layers takes t(1) + (L - 1) * (t(d) - t(1)) / (d - 1), where t(1) and t(d) are the
 times with one and with d layers. So the steps that are timed take a part of the time of those that they stand for. Where there
 are few rows d is large, for then it matters that weights come from memory.
@@ -160,8 +162,7 @@ class _MadeUpModel:
         return _Timed(chunks, one, several, depth, self._facts.num_layers)
 
     def _runner(self, depth: int, num_tokens: int) -> ModelRunner:
-        longest = max(self._facts.max_model_len, num_tokens)  # contexts of the steps may be longer than the model's
-        facts = replace(self._facts, num_layers=depth, max_model_len=longest)
+        facts = replace(self._facts, num_layers=depth)
         weights = replace(self._weights, layers=tuple(self._layers[i % len(self._layers)] for i in range(depth)))
         pool = KVPool.for_model(facts, num_tokens, _BLOCK_SIZE, self._library.dtype, kv_cache_dtype=self._kv_cache_dtype)
         pool.data.fill_(_SOME_BYTE if pool.data.dtype == torch.uint8 else 1)

@@ -12,12 +12,13 @@ import torch
 from configs.facts import Architecture, KvCacheDtype, ModelFacts
 from engine.batch import Chunk, ForwardBatch
 from engine.memory.kv_pool import KVPool
+from engine.model_runner import ModelRunner
 from engine.models.decoder import Decoder
 from engine.models.packing import Quantization, WeightFormat
 from engine.models.weights import load_weights
 from engine.native.library import NativeLibrary
 from engine.operators import recorded_steps, step_factory
-from engine.operators.recorded_steps import MAX_ROWS, RecordedDecoder
+from engine.operators.recorded_steps import MAX_ROWS, RecordedDecoder, can_record
 from engine.ranks.tensor_parallel import ALONE
 from protocol.sampling import SamplingParams
 from tests.tiny_models import random_model, saved, tiny_facts
@@ -157,3 +158,22 @@ def test_a_step_that_fails_is_recorded_anew(tmp_path: Path, monkeypatch: pytest.
                 pair.recorded.forward(ForwardBatch.build(decodes(2, 0), BLOCK), None)
         for step in range(3):
             pair.agree(decodes(2, step))
+
+
+def test_only_what_is_a_call_is_recorded(tmp_path: Path) -> None:
+    """Products that are not a library's, or a layer with other operators, are computed as they are in any other step."""
+    facts, library = made("llama", tmp_path), NativeLibrary.load(1, torch.bfloat16)
+    if library is None:
+        pytest.skip("needs a set of native operators")
+    with torch.inference_mode():
+        native, torchs = (load_weights(facts, WeightFormat(torch.bfloat16, "none", each)) for each in (library, None))
+        assert can_record(facts, native)
+        assert not can_record(facts, torchs)
+        assert not can_record(replace(facts, head_dim=32), native)
+        layers = (native.layers[0], replace(native.layers[1], down=torchs.layers[1].down), native.layers[2])
+        mixed = replace(native, layers=layers)
+        assert not can_record(facts, mixed)
+        pool = KVPool.for_model(facts, 512, BLOCK, torch.bfloat16)
+        runner = ModelRunner.on_processor(facts, mixed, pool, library, "bfloat16", "")
+        first = [runner.execute(decodes(1, 0)) for _ in range(3)]
+    assert first[0] == first[1] == first[2]
