@@ -30,8 +30,8 @@ REASONS: dict[tuple[str, str, str], str] = {
         "One row's products are bound by unpacking: 66 MB of weights in four bits take 8.9 ms, and reading them would take 4.4."
     ),
     ("throughput_amx", "one prefill and one decode worker / vLLM", "fb52b6726e90"): (
-        "Single rounds gave 1.11 to 1.33, and vLLM varied most. Of a decode step of 16 streams, attention takes 13 of 30 ms: "
-        "it reads 7 GB/s of keys and values where the machine reads 12, and half of its time is computing."
+        "Single rounds gave 1.11 to 1.33, and vLLM varied most. Timed by hand, attention takes 13 of the 30 ms of a decode "
+        "step of 16 streams: it reads 7 GB/s of keys and values where the machine reads 12, and half of its time is computing."
     ),
     ("engine_avx512", "prefill of 256 and 1,024 tokens / llama.cpp's, lowest", "7e243cecd5e8"): (
         "Without AMX this processor's bfloat16 is half as fast as its float32; on the EPYC it is twice as fast. The goal "
