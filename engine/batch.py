@@ -111,6 +111,21 @@ class ForwardBatch:
             sample_rows_S=torch.tensor([row for _, row, _ in sampled], dtype=torch.int64),
         )
 
+    @classmethod
+    def of_singles(cls, rows: int, table_width: int, block_size: int) -> ForwardBatch:
+        """A step of so many single tokens that are all sampled from, whose tokens, places and tables are to be filled in."""
+        return cls(
+            token_ids_T=np.zeros(rows, np.int64),
+            starts_C=np.zeros(rows, np.int64),
+            ends_C=np.ones(rows, np.int64),
+            row_ends_C=np.arange(1, rows + 1),
+            num_longer=0,
+            tables_CW=np.zeros((rows, table_width), np.int64),
+            block_size=block_size,
+            sampled_chunks=tuple(range(rows)),
+            sample_rows_S=torch.arange(rows),
+        )
+
     @property
     def only_decodes(self) -> bool:
         """Whether each row is a single token of a sequence, and is sampled from."""

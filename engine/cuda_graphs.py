@@ -19,14 +19,13 @@ import torch
 from torch import Tensor
 
 from configs.facts import ModelFacts
-from engine.batch import Chunk, ForwardBatch
+from engine.batch import ForwardBatch
 from engine.memory.kv_pool import KVPool, most_blocks
 from engine.models.decoder import Decoder, DecoderWeights
 from engine.operators import step_factory
 from engine.operators.device_batch import BatchShape, DeviceBatch
 from engine.operators.triton_step import TritonStep
 from engine.ranks.tensor_parallel import ALONE, TensorParallel
-from protocol.sampling import SamplingParams
 
 GRAPH_ROWS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 """Rows of steps of single tokens that graphs may be captured for. Steps of more are launched kernel by kernel."""
@@ -95,9 +94,7 @@ def _graph(
     shape = BatchShape(num_longer=0, num_longer_rows=0, num_tiles=0, num_singles=rows, table_width=width)
     batch = DeviceBatch(shape, pool.data.device)
     decoder = Decoder(facts, weights, lambda _, pool, frequencies: TritonStep(facts, batch, pool, frequencies), ranks)
-    # Says only how many rows there are and that each is sampled from; what is computed with is in `batch`.
-    sampled = Chunk((0,), 0, (0,), SamplingParams(seed=0, max_tokens=1), 0)
-    plan = ForwardBatch.build([sampled] * rows, pool.block_size)
+    plan = ForwardBatch.of_singles(rows, 1, pool.block_size)  # what is computed with is in `batch`
 
     replay, logits_SV = capture(lambda: decoder.forward(plan, pool, None))
     return _Graph(batch, replay, logits_SV)

@@ -11,8 +11,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps).to(weight.dtype)
 
 
-def norm_heads(qkv_TNH: Tensor, q_norm_H: Tensor, k_norm_H: Tensor, eps: float, num_kv_heads: int) -> None:
-    """Norm each head of q and k in place. A row of qkv has the heads of q, then so many of k, and of v."""
+def norm_heads(qkv_TA: Tensor, q_norm_H: Tensor, k_norm_H: Tensor, eps: float, num_kv_heads: int) -> None:
+    """Norm each head of q and k in place. A row of qkv has the heads of q, then so many of k, and of v, each of H values."""
+    qkv_TNH = qkv_TA.unflatten(1, (-1, q_norm_H.shape[0]))
     keys, values = -2 * num_kv_heads, -num_kv_heads
     qkv_TNH[:, :keys] = rms_norm(qkv_TNH[:, :keys], q_norm_H, eps)
     qkv_TNH[:, keys:values] = rms_norm(qkv_TNH[:, keys:values], k_norm_H, eps)

@@ -95,7 +95,7 @@ class Decoder:
             if index == len(layers) - 1:
                 if not batch.sampled_chunks:
                     return None
-                if batch.num_longer or len(batch.sampled_chunks) < x_TD.shape[0]:
+                if not batch.only_decodes:
                     rows_S = sent(batch.sample_rows_S, x_TD.device)
                     x_TD, qkv_TA = x_TD[rows_S], qkv_TA[rows_S]
                     step = self._begin_step(batch.sampled_rows(), pool, self._weights.rope_frequencies)

@@ -54,11 +54,12 @@ StepFactory = Callable[[ForwardBatch, KVPool, Tensor], Step]
 
 def step_factory(facts: ModelFacts, library: NativeLibrary | None) -> StepFactory:
     """The fastest set that serves this model where the pool lies; `library` is None where there is no native one."""
+    fits = has_native_step(facts)
 
     def begin(batch: ForwardBatch, pool: KVPool, frequencies: Tensor) -> Step:
         if pool.data.is_cuda:
             return _triton_step(facts, batch, pool, frequencies)
-        if library is not None and has_native_step(facts):
+        if library is not None and fits:
             return NativeStep(facts, batch, pool, frequencies, library)
         return TorchStep(facts, batch, pool, frequencies)
 

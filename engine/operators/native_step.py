@@ -62,8 +62,7 @@ class NativeStep:
         return self._normed_TD
 
     def norm_heads(self, qkv_TA: Tensor, q_norm_H: Tensor, k_norm_H: Tensor, eps: float) -> None:
-        heads = qkv_TA.unflatten(1, (-1, self._facts.head_dim))
-        self._library.calls.make(norm_heads, heads, q_norm_H, k_norm_H, eps, self._facts.num_kv_heads)
+        self._library.calls.make(norm_heads, qkv_TA, q_norm_H, k_norm_H, eps, self._facts.num_kv_heads)
 
     def store(self, layer: int, qkv_TA: Tensor) -> None:
         slots_2SKH = self._pool.layer_slots(layer)

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -76,7 +75,7 @@ class _RecordedStep:
 
     def __init__(self, facts: ModelFacts, weights: DecoderWeights, pool: KVPool, library: NativeLibrary, rows: int) -> None:
         self._library, self._pool = library, pool
-        self._batch = _any_batch(rows, most_blocks(facts, pool), pool.block_size)
+        self._batch = ForwardBatch.of_singles(rows, most_blocks(facts, pool), pool.block_size)
         self._step = NativeStep(facts, self._batch, pool, weights.rope_frequencies, library)
         self._x_TD = torch.empty((rows, facts.hidden_size))
         self._recorded: tuple[Recording, Tensor] | None = None
@@ -95,18 +94,3 @@ class _RecordedStep:
         assert computed_TD is not None, "all rows are sampled from"
         self._recorded = recording, computed_TD  # not before it is whole
         return computed_TD
-
-
-def _any_batch(rows: int, width: int, block_size: int) -> ForwardBatch:
-    """Says how many rows there are, that all are sampled from, and how wide tables may be. What is computed is filled in."""
-    return ForwardBatch(
-        token_ids_T=np.zeros(rows, np.int64),
-        starts_C=np.zeros(rows, np.int64),
-        ends_C=np.ones(rows, np.int64),
-        row_ends_C=np.arange(1, rows + 1),
-        num_longer=0,
-        tables_CW=np.zeros((rows, width), np.int64),
-        block_size=block_size,
-        sampled_chunks=tuple(range(rows)),
-        sample_rows_S=torch.arange(rows),
-    )

@@ -73,7 +73,7 @@ class TorchStep:
         return rms_norm(x_TD if delta_TD is None else x_TD.add_(delta_TD), weight_D, eps)
 
     def norm_heads(self, qkv_TA: Tensor, q_norm_H: Tensor, k_norm_H: Tensor, eps: float) -> None:
-        norm_heads(qkv_TA.unflatten(1, (-1, q_norm_H.shape[0])), q_norm_H, k_norm_H, eps, self._num_kv_heads)
+        norm_heads(qkv_TA, q_norm_H, k_norm_H, eps, self._num_kv_heads)
 
     def store(self, layer: int, qkv_TA: Tensor) -> None:
         heads, kv_heads = self._num_heads, self._num_kv_heads

@@ -66,7 +66,7 @@ class TritonStep:
         return self._normed_TD
 
     def norm_heads(self, qkv_TA: Tensor, q_norm_H: Tensor, k_norm_H: Tensor, eps: float) -> None:
-        norm_heads(qkv_TA.unflatten(1, (-1, q_norm_H.shape[0])), q_norm_H, k_norm_H, eps, self._facts.num_kv_heads)
+        norm_heads(qkv_TA, q_norm_H, k_norm_H, eps, self._facts.num_kv_heads)
 
     def store(self, layer: int, qkv_TA: Tensor) -> None:
         slots_2SKH = self._slots(layer)
