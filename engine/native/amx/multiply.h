@@ -32,26 +32,40 @@ class Multiplier {
 
   static constexpr i64 kFewQueries = 4;
 
-  // Shape the tiles for up to 16 rows, and for `few_queries` beside them.
+  // Shape the tiles for up to 16 rows, and for `few_queries` beside them, unless they have this shape. They keep it until other
+  // numbers of rows are multiplied.
   void few(i64 rows) {
+    if (few_ && upper_ == rows) return;
     upper_ = rows;
     lower_ = 0;
+    few_ = true;
     Configuration configuration(rows, kTile);
-    configuration.row_bytes[2] = configuration.row_bytes[3] = kFewQueries * sizeof(float);
+    configuration.row_bytes[2] = configuration.row_bytes[3] = configuration.row_bytes[5] = kFewQueries * sizeof(float);
     load(configuration);
   }
 
-  // C[16, 4] = A[16, size] B, where B is packed as [size / 2][4][2].
-  static void few_queries(const bf16* a, i64 lda, const bf16* b, i64 size, float* c) {
+  // 16 rows of A, `stride` values apart.
+  struct Tile {
+    const bf16* rows;
+    i64 stride;
+  };
+
+  // C[32, 4] = A[32, kSize] B, where B is packed as [kSize / 2][4][2].
+  template <i64 kSize>
+  static void few_queries(Tile one, Tile other, const bf16* b, float* c) {
     constexpr i64 kRow = kFewQueries * sizeof(float);
     asm volatile("" ::: "memory");
     _tile_zero(2);
-    for (i64 first = 0; first < size; first += 2 * kTile) {
-      _tile_loadd(5, a + first, lda * sizeof(bf16));
-      _tile_loadd(3, b + first * kFewQueries, kRow);
-      _tile_dpbf16ps(2, 5, 3);
+    _tile_zero(3);
+    for (i64 first = 0; first < kSize; first += 2 * kTile) {
+      _tile_loadd(5, b + first * kFewQueries, kRow);
+      _tile_loadd(6, one.rows + first, one.stride * sizeof(bf16));
+      _tile_dpbf16ps(2, 6, 5);
+      _tile_loadd(7, other.rows + first, other.stride * sizeof(bf16));
+      _tile_dpbf16ps(3, 7, 5);
     }
     _tile_stored(2, c, kRow);
+    _tile_stored(3, c + kTile * kFewQueries, kRow);
     asm volatile("" ::: "memory");
   }
 
@@ -80,12 +94,14 @@ class Multiplier {
     }
   };
   i64 upper_ = 0, lower_ = 0;
+  bool few_ = false;
 
   // `lower` is not positive where the lower tiles of A and C are not used.
   void shape(i64 upper, i64 lower) {
     if (upper == upper_ && (lower <= 0 || lower == lower_)) return;
     upper_ = upper;
     lower_ = std::max<i64>(lower, 1);
+    few_ = false;
     load({upper_, lower_});
   }
 

@@ -8,40 +8,34 @@
 
 namespace {
 
+template <i64 kSize>
 class Scorer {
  public:
-  // `queries`: rows of `size` values, `group` of them for each of `heads` key/value heads. Shapes the tiles of `multiply`, which
-  // keep that shape until it multiplies other numbers of rows.
-  void begin(Multiplier& multiply, const bf16* queries, i64 heads, i64 group, i64 size) {
-    multiply.few(std::min(group, kTile));
-    fours_ = (group + kFour - 1) / kFour, group_ = group, size_ = size;
-    tiles_ = room_.of(heads * fours_ * size * kFour);
+  // `queries`: rows of `kSize` values, `group` of them for each of `heads` key/value heads.
+  void begin(const bf16* queries, i64 heads, i64 group) {
+    fours_ = (group + kFour - 1) / kFour, group_ = group;
+    tiles_ = room_.of(heads * fours_ * kSize * kFour);
     for (i64 head = 0; head < heads; ++head)
       for (i64 q = 0; q < fours_ * kFour; ++q)
-        for (i64 p = 0; p < size / 2; ++p) {
-          bf16* to = tiles_ + ((head * fours_ + q / kFour) * size / 2 + p) * 2 * kFour + q % kFour * 2;
-          const bf16* from = queries + (head * group + q) * size + 2 * p;
+        for (i64 p = 0; p < kSize / 2; ++p) {
+          bf16* to = tiles_ + ((head * fours_ + q / kFour) * kSize / 2 + p) * 2 * kFour + q % kFour * 2;
+          const bf16* from = queries + (head * group + q) * kSize + 2 * p;
           to[0] = q < group ? from[0] : 0, to[1] = q < group ? from[1] : 0;
         }
   }
 
-  // Write the scores of one head's rows, [group, kChunk], for the first `count` tokens at `offsets`, a multiple of 64, of which
+  // Write the scores of one head's rows, [group, kChunk], for the first `count` tokens at `offsets`, a multiple of 32, of which
   // `left` exist. Brings as much near meanwhile.
-  void operator()(Multiplier&, i64 head, const bf16* keys, const i64* offsets, i64 left, i64 count, float* scores, Ahead<bf16>& ahead) {
+  void operator()(Multiplier& multiply, i64 head, const bf16* keys, const i64* offsets, i64 left, i64 count, float* scores, Ahead<bf16>& ahead) {
+    multiply.few(std::min(group_, kTile));
     alignas(64) float results[kChunk / kTile][kTile * kFour];
-    alignas(64) bf16 gathered[kTile * 128];
+    alignas(64) bf16 gathered[2][kTile * kSize];
     for (i64 four = 0; four < fours_; ++four) {
-      const bf16* queries = tiles_ + (head * fours_ + four) * size_ * kFour;
-      for (i64 t = 0; t < count; t += kTile) {
-        const bf16* from = keys + offsets[t];
-        i64 stride = offsets[t + 1] - offsets[t];
-        if (left - t < kTile || offsets[t + kTile - 1] - offsets[t] != (kTile - 1) * stride) {  // they end, or lie in several blocks
-          for (i64 i = 0; i < kTile; ++i)
-            std::memcpy(gathered + i * size_, t + i < left ? keys + offsets[t + i] : kNothing, size_ * sizeof(bf16));
-          from = gathered, stride = size_;
-        }
-        Multiplier::few_queries(from, stride, queries, size_, results[t / kTile]);
-        if (four == 0) ahead.bring(kTile * size_ / kLine / 2);
+      const bf16* queries = tiles_ + (head * fours_ + four) * kSize * kFour;
+      for (i64 t = 0; t < count; t += 2 * kTile) {
+        const auto one = keys_of(keys, offsets + t, left - t, gathered[0]), other = keys_of(keys, offsets + t + kTile, left - t - kTile, gathered[1]);
+        Multiplier::few_queries<kSize>(one, other, queries, results[t / kTile]);
+        if (four == 0) ahead.bring(kTile * kSize / kLine);
       }
       for (i64 t = 0; t < count; t += kTile) turn(results[t / kTile], std::min(group_ - four * kFour, kFour), scores + four * kFour * kChunk + t);
     }
@@ -49,9 +43,17 @@ class Scorer {
 
  private:
   static constexpr i64 kFour = Multiplier::kFewQueries;
-  i64 fours_, group_, size_;
-  bf16* tiles_;  // [heads][fours][size / 2][4][2]
+  i64 fours_, group_;
+  bf16* tiles_;  // [heads][fours][kSize / 2][4][2]
   Room<bf16> room_;
+
+  // The keys of 16 tokens, of which `left` exist: where they lie, or gathered if they end there or lie in several blocks.
+  static Multiplier::Tile keys_of(const bf16* keys, const i64* offsets, i64 left, bf16* gathered) {
+    const i64 stride = offsets[1] - offsets[0];
+    if (left >= kTile && offsets[kTile - 1] - offsets[0] == (kTile - 1) * stride) return {keys + offsets[0], stride};
+    for (i64 i = 0; i < kTile; ++i) copy(i < left ? keys + offsets[i] : kNothing, kSize, gathered + i * kSize);
+    return {gathered, kSize};
+  }
 
   // [16 tokens][4 queries] to up to four rows.
   static void turn(const float* from, i64 rows, float* to) {

@@ -14,34 +14,50 @@
 #include <scores.h>
 
 #include <algorithm>
-#include <cmath>
 #include <limits>
-#include <vector>
 
 namespace {
 
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 constexpr i64 kTileTokens = 16;  // tokens of a prompt that go through the context together
 
-// Scores of one row over a chunk become weights in bfloat16, relative to the largest score so far. Where kMasked, only the
-// first `visible` keys count, but for the first `hidden` of them. Returns what the row's sums so far are to be multiplied by.
-template <bool kMasked>
-inline float weigh_row(const float* scores, bf16* weights, i64 length, i64 visible, i64 hidden, float scale, float& largest, float& total) {
-  const auto lanes = [&](i64 t) -> __mmask16 { return kMasked ? first_lanes(visible - t) & ~first_lanes(hidden - t) : 0xffff; };
+// The tokens of a chunk that a row sees: from `first` on, before `end`.
+struct Seen {
+  i64 first, end;
+  bool all(i64 count) const { return first <= 0 && end >= count; }
+  __mmask16 lanes(i64 t) const { return first_lanes(end - t) & ~first_lanes(first - t); }
+};
+
+// The largest of one row's scores over a chunk, of those that it sees.
+template <bool kAll>
+inline float largest_score(const float* scores, i64 count, Seen seen) {
   __m512 top = _mm512_set1_ps(kMinusInfinity);
-  for (i64 t = 0; t < length; t += kVector) top = _mm512_mask_max_ps(top, lanes(t), top, _mm512_loadu_ps(scores + t));
-  const float now = std::max(largest, _mm512_reduce_max_ps(top) * scale);
-  __m512 sum = _mm512_setzero_ps();
-  for (i64 t = 0; t < length; t += kVector) {
-    const __m512 gap = _mm512_fmsub_ps(_mm512_loadu_ps(scores + t), _mm512_set1_ps(scale), _mm512_set1_ps(now));
-    const __m512 weight = _mm512_maskz_mov_ps(lanes(t), power_of_two(gap));
-    store(weights + t, weight);
-    sum = _mm512_add_ps(sum, weight);
+  for (i64 t = 0; t < count; t += kVector) {
+    const __m512 here = _mm512_load_ps(scores + t);
+    top = kAll ? _mm512_max_ps(top, here) : _mm512_mask_max_ps(top, seen.lanes(t), top, here);
   }
-  const float shrink = now == largest ? 1.0f : std::exp2(largest - now);
-  total = total * shrink + _mm512_reduce_add_ps(sum);
-  largest = now;
-  return shrink;
+  return _mm512_reduce_max_ps(top);
+}
+
+// Scores of one row over a chunk become weights in bfloat16, relative to `largest`: zeros where it sees nothing. Returns their sum.
+template <bool kAll>
+inline float weigh_row(const float* scores, bf16* weights, i64 count, Seen seen, float scale, float largest) {
+  const i64 begin = kAll ? 0 : std::clamp<i64>(seen.first, 0, count) / kLine * kLine, end = kAll ? count : std::clamp<i64>(seen.end, begin, count);
+  for (i64 t = 0; t < begin; t += kLine) _mm512_store_si512(weights + t, _mm512_setzero_si512());
+  __m512 sum = _mm512_setzero_ps();
+  i64 t = begin;
+  for (; t < end; t += kLine) {
+    __m512 two[2];
+    for (int i = 0; i < 2; ++i) {
+      const i64 at = t + i * kVector;
+      two[i] = power_of_two(_mm512_fmsub_ps(_mm512_load_ps(scores + at), _mm512_set1_ps(scale), _mm512_set1_ps(largest)));
+      if constexpr (!kAll) two[i] = _mm512_maskz_mov_ps(seen.lanes(at), two[i]);
+      sum = _mm512_add_ps(sum, two[i]);
+    }
+    _mm512_store_si512(weights + t, (__m512i)_mm512_cvtne2ps_pbh(two[1], two[0]));
+  }
+  for (; t < count; t += kLine) _mm512_store_si512(weights + t, _mm512_setzero_si512());
+  return _mm512_reduce_add_ps(sum);
 }
 
 // A chunk of one head's context, packed: keys of each 64 tokens, values of each 64 of H.
@@ -50,49 +66,76 @@ struct Packed {
   i64 stride;  // between the values of each 64 of H
 };
 
-// Rows of queries that look at key/value heads, and what they have found so far.
+// Rows of queries of `kSize` values that look at key/value heads, and what they have found so far.
+template <i64 kSize>
 struct Rows {
-  std::vector<bf16> queries, weights;
-  std::vector<float> scores, sums, largest, totals;
+  Lines<bf16> queries, weights;
+  Lines<float> scores, sums, largest, totals;
 
-  void begin(i64 count, i64 size) {
-    queries.resize(count * size);
+  void begin(i64 count) {
+    queries.resize(count * kSize);
     weights.resize(count * kChunk);
     scores.resize(count * kChunk);
-    sums.assign(count * size, 0.0f);
+    sums.assign(count * kSize, 0.0f);
     largest.assign(count, kMinusInfinity);
     totals.assign(count, 0.0f);
   }
 
-  // Let rows [first, last) look at the chunk's first `count` tokens, a multiple of 64, of which row r may see visible(r), but for
+  // Let rows [first, last) look at the chunk's first `count` tokens, a multiple of 32, of which row r may see visible(r), but for
   // those that lie before its `window`. A row that sees nothing of a chunk stays as it is.
   template <typename Visible>
-  void look(Multiplier& multiply, i64 first, i64 last, i64 size, const Packed& chunk, i64 count, i64 window, float scale, const Visible& visible) {
+  void look(Multiplier& multiply, i64 first, i64 last, const Packed& chunk, i64 count, i64 window, float scale, const Visible& visible) {
     for (i64 t = 0; t < count; t += kColumns)
-      multiply(&queries[first * size], size, last - first, chunk.keys + t * size, size / 2, &scores[first * kChunk + t], kChunk, false);
-    weigh(multiply, first, last, size, chunk, count, window, scale, visible);
+      multiply(&queries[first * kSize], kSize, last - first, chunk.keys + t * kSize, kSize / 2, &scores[first * kChunk + t], kChunk, false);
+    weigh(multiply, first, last, chunk, count, window, scale, visible);
   }
 
   // The same where the scores are there already.
   template <typename Visible>
-  void weigh(Multiplier& multiply, i64 first, i64 last, i64 size, const Packed& chunk, i64 count, i64 window, float scale, const Visible& visible) {
-    for (i64 r = first; r < last; ++r) {
-      const i64 hidden = visible(r) - window;
-      const auto weigh = visible(r) < count || hidden > 0 ? weigh_row<true> : weigh_row<false>;
-      const float shrink = weigh(&scores[r * kChunk], &weights[r * kChunk], count, visible(r), hidden, scale, largest[r], totals[r]);
-      if (shrink != 1.0f)
-        for (i64 h = 0; h < size; h += kVector) {
-          float* at = &sums[r * size + h];
-          _mm512_storeu_ps(at, _mm512_mul_ps(_mm512_loadu_ps(at), _mm512_set1_ps(shrink)));
-        }
+  void weigh(Multiplier& multiply, i64 first, i64 last, const Packed& chunk, i64 count, i64 window, float scale, const Visible& visible) {
+    Seen seen[kVector];
+    for (i64 r = first; r < last; r += kVector) {
+      const i64 rows = std::min(last - r, kVector);
+      for (i64 i = 0; i < rows; ++i) seen[i] = {visible(r + i) - window, visible(r + i)};
+      weigh_few(r, rows, count, seen, scale);
     }
-    for (i64 h = 0; h < size; h += kColumns)
-      multiply(&weights[first * kChunk], kChunk, last - first, chunk.values + h / kColumns * chunk.stride, count / 2, &sums[first * size + h], size, true);
+    for (i64 h = 0; h < kSize; h += kColumns)
+      multiply(&weights[first * kChunk], kChunk, last - first, chunk.values + h / kColumns * chunk.stride, count / 2, &sums[first * kSize + h], kSize, true);
   }
 
-  void finish(i64 row, i64 size, bf16* out) const {
-    for (i64 h = 0; h < size; h += kVector)
-      store(out + h, _mm512_div_ps(_mm512_loadu_ps(&sums[row * size + h]), _mm512_set1_ps(totals[row])));
+  // Scores of up to 16 rows become weights, and what these rows have found so far becomes relative to the largest so far.
+  void weigh_few(i64 first, i64 rows, i64 count, const Seen* seen, float scale) {
+    alignas(64) float tops[kVector], shrinks[kVector];
+    for (i64 r = 0; r < rows; ++r)
+      tops[r] = (seen[r].all(count) ? largest_score<true> : largest_score<false>)(&scores[(first + r) * kChunk], count, seen[r]);
+    const __mmask16 here = first_lanes(rows);
+    const __m512 before = _mm512_maskz_loadu_ps(here, &largest[first]);
+    const __m512 now = _mm512_max_ps(_mm512_mul_ps(_mm512_maskz_load_ps(here, tops), _mm512_set1_ps(scale)), before);
+    const __mmask16 changed = _mm512_cmp_ps_mask(now, before, _CMP_NEQ_UQ);
+    _mm512_mask_storeu_ps(&largest[first], here, now);
+    _mm512_store_ps(shrinks, _mm512_mask_mov_ps(_mm512_set1_ps(1.0f), changed, power_of_two(_mm512_sub_ps(before, now))));
+    for (i64 r = 0; r < rows; ++r) {
+      const i64 row = first + r;
+      const float sum = (seen[r].all(count) ? weigh_row<true> : weigh_row<false>)(&scores[row * kChunk], &weights[row * kChunk], count, seen[r], scale, largest[row]);
+      totals[row] = totals[row] * shrinks[r] + sum;
+      if (shrinks[r] != 1.0f)
+        for (i64 h = 0; h < kSize; h += kVector) {
+          float* at = &sums[row * kSize + h];
+          _mm512_store_ps(at, _mm512_mul_ps(_mm512_load_ps(at), _mm512_set1_ps(shrinks[r])));
+        }
+    }
+  }
+
+  // Write a row's attention, in the order of H: pack_values has put every second four of each 32 into a register.
+  void finish(i64 row, bf16* out) const {
+    const __m512 inverse = _mm512_set1_ps(1.0f / totals[row]);
+    for (i64 h = 0; h < kSize; h += kLine) {
+      const __m512 even = _mm512_mul_ps(_mm512_load_ps(&sums[row * kSize + h]), inverse);
+      const __m512 odd = _mm512_mul_ps(_mm512_load_ps(&sums[row * kSize + h + kVector]), inverse);
+      const __m512 low = _mm512_shuffle_f32x4(even, odd, 0x44), high = _mm512_shuffle_f32x4(even, odd, 0xee);
+      const __m512 first = _mm512_shuffle_f32x4(low, low, 0xd8), second = _mm512_shuffle_f32x4(high, high, 0xd8);
+      _mm512_storeu_si512(out + h, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+    }
   }
 };
 
@@ -100,57 +143,118 @@ struct Rows {
 inline i64 first_chunk(i64 length, i64 window) { return std::max<i64>(0, length - window) / kChunk * kChunk; }
 
 // The tokens of a chunk that is packed, if the context ends after `left` tokens.
-inline i64 chunk_tokens(i64 left) { return std::min(kChunk, (left + kColumns - 1) / kColumns * kColumns); }
+inline i64 chunk_tokens(i64 left) { return std::min(kChunk, (left + kLine - 1) / kLine * kLine); }
 
 // One sequence, key/value heads [first, last). `q` and `out` are rows of all query heads. `after` is the context that is likely
 // to be wanted next.
-void decode_sequence(const bf16* q, const Context<bf16>& context, i64 length, i64 window, const Heads& heads, i64 first, i64 last, float scale,
+template <i64 kSize>
+void decode_sequence(Multiplier& multiply, const bf16* q, const Context<bf16>& context, i64 length, i64 window, const Heads& heads, i64 first, i64 last, float scale,
                      bf16* out, const Context<bf16>& after, i64 after_length) {
-  static thread_local Rows rows;
-  static thread_local Scorer scorer;
+  static thread_local Rows<kSize> rows;
+  static thread_local Scorer<kSize> scorer;
   static thread_local Room<bf16> buffer;
-  Multiplier multiply;
-  const i64 group = heads.group(), size = heads.size, count_rows = (last - first) * group, own = first * group * size;
-  scorer.begin(multiply, q + own, last - first, group, size);
-  rows.begin(count_rows, size);
-  bf16* values = buffer.of(kChunk * size);
+  const i64 group = heads.group(), count_rows = (last - first) * group, own = first * group * kSize;
+  scorer.begin(q + own, last - first, group);
+  rows.begin(count_rows);
+  bf16* values = buffer.of(kChunk * kSize);
   i64 offsets[kChunk];
   for (i64 begin = first_chunk(length, window); begin < length; begin += kChunk) {
     const i64 left = length - begin, count = chunk_tokens(left);
     context.locate(begin, std::min(left, kChunk), offsets);
     const bool is_last = left <= kChunk;
     const Context<bf16>& next = is_last ? after : context;
-    Ahead<bf16> ahead{next.keys + first * size, next.values + first * size, (last - first) * size};
+    Ahead<bf16> ahead{next.keys + first * kSize, next.values + first * kSize, (last - first) * kSize};
     ahead.tokens = std::min(is_last ? after_length : left - kChunk, kChunk);
     next.locate(is_last ? 0 : begin + kChunk, ahead.tokens, ahead.offsets);
     for (i64 head = first; head < last; ++head) {
-      const Context<bf16> here = context.of_head(head, size);
+      const Context<bf16> here = context.of_head(head, kSize);
       const i64 row = (head - first) * group;
-      scorer(multiply, head - first, here.keys, offsets, left, count, &rows.scores[row * kChunk], ahead);
       for (i64 t = 0; t < count; t += kColumns)
-        pack_values<false>(here.values, size, offsets + t, left - t, values + t * kColumns, kChunk * kColumns, ahead);
-      rows.weigh(multiply, row, row + group, size, {nullptr, values, kChunk * kColumns}, count, window, scale, [&](i64) { return left; });
+        pack_values<kSize, false>(here.values, offsets + t, left - t, std::min(count - t, kColumns), values + t * kColumns, kChunk * kColumns, ahead);
+      scorer(multiply, head - first, here.keys, offsets, left, count, &rows.scores[row * kChunk], ahead);
+      rows.weigh(multiply, row, row + group, {nullptr, values, kChunk * kColumns}, count, window, scale, [&](i64) { return left; });
     }
   }
-  for (i64 r = 0; r < count_rows; ++r) rows.finish(r, size, out + own + r * size);
+  for (i64 r = 0; r < count_rows; ++r) rows.finish(r, out + own + r * kSize);
 }
 
 // Tokens [begin, end) of the new ones, all query heads of one key/value head, whose whole context is packed.
-void prefill_tile(const bf16* qkv, i64 begin, i64 end, i64 start, i64 window, i64 head, const Heads& heads, const Packed& context,
+template <i64 kSize>
+void prefill_tile(Multiplier& multiply, const bf16* qkv, i64 begin, i64 end, i64 start, i64 window, i64 head, const Heads& heads, const Packed& context,
                   float scale, bf16* out) {
-  static thread_local Rows rows;
-  Multiplier multiply;
-  const i64 group = heads.group(), size = heads.size, count_rows = (end - begin) * group, length = start + end;
-  rows.begin(count_rows, size);
+  static thread_local Rows<kSize> rows;
+  const i64 group = heads.group(), count_rows = (end - begin) * group, length = start + end;
+  rows.begin(count_rows);
   for (i64 r = 0; r < count_rows; ++r)
-    std::memcpy(&rows.queries[r * size], qkv + (begin + r / group) * heads.row() + (head * group + r % group) * size, size * sizeof(bf16));
+    copy(qkv + (begin + r / group) * heads.row() + (head * group + r % group) * kSize, kSize, &rows.queries[r * kSize]);
   for (i64 first = first_chunk(start + begin + 1, window); first < length; first += kChunk) {
-    const Packed chunk{context.keys + first * size, context.values + first * kColumns, context.stride};
+    const Packed chunk{context.keys + first * kSize, context.values + first * kColumns, context.stride};
     const auto visible = [&](i64 r) { return start + begin + r / group + 1 - first; };
-    rows.look(multiply, 0, count_rows, size, chunk, chunk_tokens(length - first), window, scale, visible);
+    rows.look(multiply, 0, count_rows, chunk, chunk_tokens(length - first), window, scale, visible);
   }
   for (i64 r = 0; r < count_rows; ++r)
-    rows.finish(r, size, out + (begin + r / group) * heads.query * size + (head * group + r % group) * size);
+    rows.finish(r, out + (begin + r / group) * heads.query * kSize + (head * group + r % group) * kSize);
+}
+
+template <i64 kSize>
+void decode(const bf16* qkv, const bf16* keys, const bf16* values, const i64* tables, i64 table_width, const i64* lengths, bf16* out,
+            i64 sequences, const Heads& heads, i64 block_size, i64 window, float scale, i64 threads) {
+  const i64 parts = sequences >= threads ? 1 : heads.key_value, heads_each = heads.key_value / parts;
+#pragma omp parallel num_threads(threads) if (threads > 1 && sequences * parts > 1)
+  {
+    Multiplier multiply;
+#pragma omp for schedule(dynamic)
+    for (i64 unit = 0; unit < sequences * parts; ++unit) {
+      const i64 b = unit / parts, first = unit % parts * heads_each, after = std::min(b + threads, sequences - 1);
+      const auto context = [&](i64 b) { return Context<bf16>{keys, values, tables + b * table_width, block_size, heads.key_value * kSize}; };
+      decode_sequence<kSize>(multiply, qkv + b * heads.row(), context(b), lengths[b], window, heads, first, first + heads_each, scale,
+                             out + b * heads.query * kSize, context(after),
+                             after > b && parts == 1 && lengths[after] <= window ? lengths[after] : 0);
+    }
+  }
+}
+
+template <i64 kSize>
+void prefill(const bf16* qkv, const bf16* keys, const bf16* values, const i64* table, bf16* out, i64 start, i64 tokens, const Heads& heads,
+             i64 block_size, i64 window, float scale, i64 threads) {
+  const Context<bf16> context{keys, values, table, block_size, heads.key_value * kSize};
+  const i64 length = start + tokens, padded = (length + kColumns - 1) / kColumns * kColumns;
+  const i64 hidden = first_chunk(start + 1, window), blocks = (padded - hidden) / kColumns;
+  static thread_local Room<bf16> buffer;
+  bf16 *packed_keys = buffer.of(2 * heads.key_value * padded * kSize), *packed_values = packed_keys + heads.key_value * padded * kSize;
+  bool numbers = true;
+#pragma omp parallel for num_threads(threads) reduction(&& : numbers) if (threads > 1)
+  for (i64 unit = 0; unit < heads.key_value * blocks; ++unit) {
+    const i64 head = unit / blocks, at = head * padded * kSize, begin = hidden + unit % blocks * kColumns;
+    const i64 count = std::min(length - begin, kColumns);
+    i64 offsets[kColumns];
+    context.locate(begin, count, offsets);
+    Ahead<bf16> nothing{};
+    const Context<bf16> here = context.of_head(head, kSize);
+    pack_keys<kSize>(here.keys, offsets, count, packed_keys + at + begin * kSize, nothing);
+    bf16* to = packed_values + at + begin * kColumns;
+    const bool whole = pack_values<kSize, true>(here.values, offsets, count, kColumns, to, padded * kColumns, nothing);
+    numbers = numbers && whole;
+  }
+  // A tile multiplies values that a row must not see by zero, and zero times infinity is no number.
+  if (!numbers) {
+    Multiplier multiply;
+    for (i64 t = 0; t < tokens; ++t)
+      decode_sequence<kSize>(multiply, qkv + t * heads.row(), context, start + t + 1, window, heads, 0, heads.key_value, scale,
+                             out + t * heads.query * kSize, context, 0);
+    return;
+  }
+  const i64 tiles = (tokens + kTileTokens - 1) / kTileTokens;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    Multiplier multiply;
+#pragma omp for schedule(dynamic)
+    for (i64 unit = 0; unit < heads.key_value * tiles; ++unit) {
+      const i64 head = unit % heads.key_value, begin = (tiles - 1 - unit / heads.key_value) * kTileTokens, at = head * padded * kSize;
+      prefill_tile<kSize>(multiply, qkv, begin, std::min(begin + kTileTokens, tokens), start, window, head, heads,
+                          {packed_keys + at, packed_values + at, padded * kColumns}, scale, out);
+    }
+  }
 }
 
 }  // namespace
@@ -163,52 +267,15 @@ void decode_attention(const bf16* qkv, const bf16* keys, const bf16* values, con
                       bf16* out, i64 sequences, i64 num_heads, i64 num_kv_heads, i64 size, i64 block_size, i64 window, float scale,
                       i64 threads) {
   const Heads heads{num_heads, num_kv_heads, size};
-  const i64 parts = sequences >= threads ? 1 : num_kv_heads, heads_each = num_kv_heads / parts;
-#pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1 && sequences * parts > 1)
-  for (i64 unit = 0; unit < sequences * parts; ++unit) {
-    const i64 b = unit / parts, first = unit % parts * heads_each, after = std::min(b + threads, sequences - 1);
-    const auto context = [&](i64 b) { return Context<bf16>{keys, values, tables + b * table_width, block_size, num_kv_heads * size}; };
-    decode_sequence(qkv + b * heads.row(), context(b), lengths[b], window, heads, first, first + heads_each, scale * kLog2E,
-                    out + b * num_heads * size, context(after), after > b && parts == 1 && lengths[after] <= window ? lengths[after] : 0);
-  }
+  (size == 64 ? decode<64> : decode<128>)(qkv, keys, values, tables, table_width, lengths, out, sequences, heads, block_size, window,
+                                          scale * kLog2E, threads);
 }
 
 // New tokens [start, start + tokens) of one sequence, already in the pool, attend to it causally. out: [T, N, H].
 void prefill_attention(const bf16* qkv, const bf16* keys, const bf16* values, const i64* table, bf16* out, i64 start, i64 tokens,
                        i64 num_heads, i64 num_kv_heads, i64 size, i64 block_size, i64 window, float scale, i64 threads) {
   const Heads heads{num_heads, num_kv_heads, size};
-  const Context<bf16> context{keys, values, table, block_size, num_kv_heads * size};
-  const i64 length = start + tokens, padded = (length + kColumns - 1) / kColumns * kColumns;
-  const i64 hidden = first_chunk(start + 1, window), blocks = (padded - hidden) / kColumns;
-  static thread_local Room<bf16> buffer;
-  bf16 *packed_keys = buffer.of(2 * num_kv_heads * padded * size), *packed_values = packed_keys + num_kv_heads * padded * size;
-  bool numbers = true;
-#pragma omp parallel for num_threads(threads) reduction(&& : numbers) if (threads > 1)
-  for (i64 unit = 0; unit < num_kv_heads * blocks; ++unit) {
-    const i64 head = unit / blocks, at = head * padded * size, begin = hidden + unit % blocks * kColumns;
-    const i64 count = std::min(length - begin, kColumns);
-    i64 offsets[kColumns];
-    context.locate(begin, count, offsets);
-    Ahead<bf16> nothing{};
-    const Context<bf16> here = context.of_head(head, size);
-    pack_keys(here.keys, size, offsets, count, packed_keys + at + begin * size, nothing);
-    const bool whole = pack_values<true>(here.values, size, offsets, count, packed_values + at + begin * kColumns, padded * kColumns, nothing);
-    numbers = numbers && whole;
-  }
-  // A tile multiplies values that a row must not see by zero, and zero times infinity is no number.
-  if (!numbers) {
-    for (i64 t = 0; t < tokens; ++t)
-      decode_sequence(qkv + t * heads.row(), context, start + t + 1, window, heads, 0, num_kv_heads, scale * kLog2E,
-                      out + t * num_heads * size, context, 0);
-    return;
-  }
-  const i64 tiles = (tokens + kTileTokens - 1) / kTileTokens;
-#pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1)
-  for (i64 unit = 0; unit < num_kv_heads * tiles; ++unit) {
-    const i64 head = unit % num_kv_heads, begin = (tiles - 1 - unit / num_kv_heads) * kTileTokens, at = head * padded * size;
-    prefill_tile(qkv, begin, std::min(begin + kTileTokens, tokens), start, window, head, heads, {packed_keys + at, packed_values + at, padded * kColumns},
-                 scale * kLog2E, out);
-  }
+  (size == 64 ? prefill<64> : prefill<128>)(qkv, keys, values, table, out, start, tokens, heads, block_size, window, scale * kLog2E, threads);
 }
 
 }  // extern "C"

@@ -9,19 +9,11 @@
 #include <transpose.h>
 
 #include <cmath>
-#include <vector>
 
 namespace {
 
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 constexpr i64 kTileTokens = 16;  // tokens of a prompt that go through the context together
-
-// Packed bytes begin on a line of the caches, or half of all registers that are read and written would lie on two.
-struct alignas(64) Line {
-  byte bytes[64];
-};
-using Lines = Room<Line>;
-inline byte* room_for(Lines& lines, i64 count) { return lines.of((count + 63) / 64)->bytes; }
 
 // A chunk of one head's context, packed: keys of each 64 tokens as [H / 4][64][4], values of each 64 of H as [tokens / 4][64][4],
 // `stride` apart; and the scales of both.
@@ -127,10 +119,10 @@ inline float weigh_row(const int32_t* products, int8_t* planes, i64 length, i64 
 // Rows of queries that look at key/value heads, and what they have found so far. Queries, weights and products have two rows of
 // bytes each, or of products with them.
 struct Rows {
-  std::vector<int8_t> queries, weights;
-  std::vector<int32_t> products, found;
-  std::vector<WholeRow> whole_queries, whole_weights;
-  std::vector<float> sums, largest, totals, shrinks;
+  Lines<int8_t> queries, weights;
+  Lines<int32_t> products, found;
+  Lines<WholeRow> whole_queries, whole_weights;
+  Lines<float> sums, largest, totals, shrinks;
 
   void begin(i64 count, i64 size) {
     queries.resize(2 * count * size);
@@ -205,12 +197,12 @@ inline i64 chunk_tokens(i64 left) { return std::min(kChunk, (left + kColumns - 1
 void decode_sequence(const bf16* q, const Context<byte>& context, i64 length, i64 window, const Heads& heads, i64 first, i64 last,
                      float scale, bf16* out, const Context<byte>& after, i64 after_length) {
   static thread_local Rows rows;
-  static thread_local Lines buffer;
+  static thread_local Room<byte> buffer;
   alignas(64) float scales[2 * kChunk];
   const i64 group = heads.group(), size = heads.size, width = size + kScale, count_rows = (last - first) * group;
   rows.begin(count_rows, size);
   for (i64 r = 0; r < count_rows; ++r) rows.set_query(r, q + (first * group + r) * size, size, scale);
-  byte* const bytes = room_for(buffer, 2 * kChunk * size);
+  byte* const bytes = buffer.of(2 * kChunk * size);
   const Packed chunk{bytes, bytes + kChunk * size, kChunk * kColumns, scales, scales + kChunk};
   i64 offsets[kChunk];
   for (i64 begin = first_chunk(length, window); begin < length; begin += kChunk) {
@@ -275,9 +267,9 @@ void prefill_attention_int8(const bf16* qkv, const byte* keys, const byte* value
   const Context<byte> context{keys, values, table, block_size, num_kv_heads * (size + kScale)};
   const i64 length = start + tokens, padded = (length + kColumns - 1) / kColumns * kColumns;
   const i64 hidden = first_chunk(start + 1, window), blocks = (padded - hidden) / kColumns;
-  static thread_local Lines buffer;
+  static thread_local Room<byte> buffer;
   static thread_local Room<float> scales;
-  byte* const bytes = room_for(buffer, 2 * num_kv_heads * padded * size);  // of this thread: the others must not look for their own
+  byte* const bytes = buffer.of(2 * num_kv_heads * padded * size);  // of this thread: the others must not look for their own
   float* const floats = scales.of(2 * num_kv_heads * padded);
   const auto packed = [=](i64 head) {
     byte* keys = bytes + 2 * head * padded * size;

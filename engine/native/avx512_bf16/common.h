@@ -34,7 +34,7 @@ inline __m512bh repeat_pair(const bf16* p) {
 }
 
 inline __mmask16 first_lanes(i64 n) {
-  return n >= kVector ? 0xffff : n <= 0 ? 0 : static_cast<__mmask16>((1u << n) - 1);
+  return static_cast<__mmask16>(_bzhi_u32(0xffff, static_cast<unsigned>(n < 0 ? 0 : n > kVector ? kVector : n)));
 }
 
 constexpr float kLog2E = 1.44269504f;
@@ -42,7 +42,7 @@ constexpr float kLog2E = 1.44269504f;
 // 2^x for x <= 0, minus infinity included, to a relative error of 2e-7: 2^n times a minimax polynomial.
 inline __m512 power_of_two(__m512 x) {
   x = _mm512_max_ps(_mm512_set1_ps(-200.0f), x);  // the second where one is no number
-  const __m512 n = _mm512_roundscale_ps(x, 0), r = _mm512_sub_ps(x, n);
+  const __m512 r = _mm512_reduce_ps(x, 0), n = _mm512_sub_ps(x, r);
   __m512 p = _mm512_set1_ps(1.327647141e-3f);
   p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(9.675541571e-3f));
   p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.550713277e-2f));

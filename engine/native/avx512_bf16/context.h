@@ -4,7 +4,7 @@
 #include "common.h"
 
 #include <algorithm>
-#include <memory>
+#include <lines.h>
 
 namespace {
 
@@ -15,18 +15,27 @@ constexpr i64 kChunk = 128;  // tokens of context whose scores are held at once
 template <typename T>
 class Room {
  public:
+  Room() = default;
+  Room(const Room&) = delete;
+  ~Room() { clear(); }
+
   T* of(i64 count) {
     if (count > size_) {
-      size_ = 0;
-      values_.reset();
-      values_.reset(new T[count + count / 2]);
+      clear();
+      values_ = OnLines<T>().allocate(count + count / 2);
       size_ = count + count / 2;
     }
-    return values_.get();
+    return values_;
   }
 
  private:
-  std::unique_ptr<T[]> values_;
+  void clear() {
+    if (values_) OnLines<T>().deallocate(values_, size_);
+    values_ = nullptr;
+    size_ = 0;
+  }
+
+  T* values_ = nullptr;
   i64 size_ = 0;
 };
 

@@ -10,11 +10,17 @@ namespace {
 constexpr i64 kLine = 32;  // values of a line of the caches, which is a register
 alignas(64) constexpr bf16 kNothing[128] = {};
 
+// A multiple of 32 values.
+inline void copy(const bf16* from, i64 count, bf16* to) {
+  for (i64 i = 0; i < count; i += kLine) _mm512_storeu_si512(to + i, _mm512_loadu_si512(from + i));
+}
+
 // Up to 64 tokens' keys of one head, which lie at `offsets`, as [H / 2][64][2]; those from `count` on are zero. Brings as much near
 // meanwhile.
-inline void pack_keys(const bf16* keys, i64 size, const i64* offsets, i64 count, bf16* to, Ahead<bf16>& ahead) {
+template <i64 kSize>
+inline void pack_keys(const bf16* keys, const i64* offsets, i64 count, bf16* to, Ahead<bf16>& ahead) {
   for (i64 t = 0; t < kColumns; t += kVector)
-    for (i64 p = 0; p < size / 2; p += kVector) {
+    for (i64 p = 0; p < kSize / 2; p += kVector) {
       __m512i pairs[16];
       for (int i = 0; i < 16; ++i) pairs[i] = _mm512_loadu_si512((t + i < count ? keys + offsets[t + i] : kNothing) + 2 * p);
       transpose(pairs);
@@ -23,31 +29,24 @@ inline void pack_keys(const bf16* keys, i64 size, const i64* offsets, i64 count,
     }
 }
 
-// Where [2 i] is value first + i of one register, and [2 i + 1] that of another one.
-inline __m512i interleaved(int first) {
-  alignas(64) int16_t places[32];
-  for (int i = 0; i < 16; ++i) places[2 * i] = first + i, places[2 * i + 1] = 32 + first + i;
-  return _mm512_load_si512(places);
-}
-
 // Their values as [32][64][2] for each 64 of H, `stride` apart. Returns whether all are numbers, where that is asked for.
-template <bool kAsked>
-inline bool pack_values(const bf16* values, i64 size, const i64* offsets, i64 count, bf16* packed, i64 stride, Ahead<bf16>& ahead) {
-  const __m512i exponent = _mm512_set1_epi16(0x7f80), lower = interleaved(0), upper = interleaved(16);
+template <i64 kSize, bool kAsked>
+inline bool pack_values(const bf16* values, const i64* offsets, i64 count, i64 upto, bf16* packed, i64 stride, Ahead<bf16>& ahead) {
+  const __m512i exponent = _mm512_set1_epi16(0x7f80);
   __mmask32 no_numbers = 0;
-  for (i64 t = 0; t < kColumns; t += 2) {
+  for (i64 t = 0; t < upto; t += 2) {
     const bf16* from[2] = {t < count ? values + offsets[t] : kNothing, t + 1 < count ? values + offsets[t + 1] : kNothing};
-    for (i64 h = 0; h < size; h += kLine) {
+    for (i64 h = 0; h < kSize; h += kLine) {
       const __m512i one = _mm512_loadu_si512(from[0] + h), other = _mm512_loadu_si512(from[1] + h);
       if constexpr (kAsked) {
         no_numbers |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(one, exponent), exponent);
         no_numbers |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(other, exponent), exponent);
       }
       bf16* to = packed + h / kColumns * stride + (t / 2 * kColumns + h % kColumns) * 2;
-      _mm512_storeu_si512(to, _mm512_permutex2var_epi16(one, lower, other));
-      _mm512_storeu_si512(to + kLine, _mm512_permutex2var_epi16(one, upper, other));
+      _mm512_storeu_si512(to, _mm512_unpacklo_epi16(one, other));
+      _mm512_storeu_si512(to + kLine, _mm512_unpackhi_epi16(one, other));
     }
-    ahead.bring(size / kLine);
+    ahead.bring(kSize / kLine);
   }
   return !no_numbers;
 }

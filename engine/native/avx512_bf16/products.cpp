@@ -15,7 +15,7 @@
 #include <multiply.h>
 
 #include <algorithm>
-#include <vector>
+#include <lines.h>
 
 namespace {
 
@@ -226,7 +226,7 @@ void sum_groups(const bf16* x, i64 rows, i64 groups, float* sums) {
 template <bool kEightBits, typename Out>
 void multiply_all(const bf16* x, const uint8_t* records, Out* y, i64 rows, i64 inputs, i64 outputs, i64 threads) {
   const i64 groups = inputs / kGroup, bytes = groups * kRecordBytes<kEightBits>, blocks = outputs / kOutputs;
-  static thread_local std::vector<float> buffer;
+  static thread_local Lines<float> buffer;
   buffer.resize(rows * groups);
   float* sums = buffer.data();
   sum_groups(x, rows, groups, sums);

@@ -15,8 +15,8 @@
 
 #include <algorithm>
 #include <limits>
+#include <lines.h>
 #include <type_traits>
-#include <vector>
 
 namespace {
 
@@ -50,7 +50,7 @@ struct Chunk {
 
 // Rows of queries that look at one key/value head, and what they have found so far.
 struct Rows {
-  std::vector<float> queries, sums, largest, totals, keys, values;
+  Lines<float> queries, sums, largest, totals, keys, values;
 
   void begin(i64 count, i64 size) {
     queries.resize(count * size);

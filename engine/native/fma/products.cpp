@@ -18,7 +18,6 @@
 
 #include <algorithm>
 #include <type_traits>
-#include <vector>
 
 namespace {
 
@@ -145,7 +144,7 @@ void multiply_dense(const float* x, i64 groups, Weights weights, float* y) {
 template <typename Weights, typename Multiply>
 void for_weights(i64 rows, i64 groups, Weights weights, const Multiply& multiply) {
   if (rows <= kAsStored) return multiply(weights, 0, groups);
-  static thread_local std::vector<float> panel(kPanelGroups * kGroup * kOutputs);
+  static thread_local Lines<float> panel(kPanelGroups * kGroup * kOutputs);
   const i64 panels = (groups + kPanelGroups - 1) / kPanelGroups;
   for (i64 i = 0, first = 0, count; i < panels; ++i, first += count) {
     count = groups / panels + (i < groups % panels);

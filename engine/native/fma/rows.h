@@ -4,8 +4,8 @@
 #include "common.h"
 
 #include <algorithm>
+#include <lines.h>
 #include <type_traits>
-#include <vector>
 
 namespace {
 
@@ -26,7 +26,7 @@ struct Results {
   float* values;
 
   explicit Results(i64 rows) {
-    static thread_local std::vector<float> own;
+    static thread_local Lines<float> own;
     own.assign(rows * kOutputs, 0.0f);
     values = own.data();
   }
@@ -96,7 +96,7 @@ class Inputs {
   }
 
   i64 rows_ = 0, inputs_ = 0, tiles_ = 0;
-  std::vector<float> values_, sums_;
+  Lines<float> values_, sums_;
 };
 
 }  // namespace

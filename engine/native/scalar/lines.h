@@ -1,0 +1,21 @@
+// Memory that begins on a line of the caches.
+//
+// Tiles, and registers as long as a line, take up to three times as long where they lie on two lines, as they mostly do in memory
+// from malloc: it gives large pieces 16 bytes behind the beginning of a page.
+#pragma once
+
+#include <cstddef>
+#include <new>
+#include <vector>
+
+template <typename T>
+struct OnLines {
+  using value_type = T;
+  T* allocate(std::size_t count) { return static_cast<T*>(::operator new(count * sizeof(T), std::align_val_t{64})); }
+  void deallocate(T* values, std::size_t) { ::operator delete(values, std::align_val_t{64}); }
+  bool operator==(const OnLines&) const { return true; }
+  bool operator!=(const OnLines&) const { return false; }
+};
+
+template <typename T>
+using Lines = std::vector<T, OnLines<T>>;
