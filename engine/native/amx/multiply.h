@@ -85,7 +85,7 @@ class Multiplier {
     uint16_t row_bytes[16] = {};
     uint8_t rows[16] = {};
 
-    // Tiles 0 to 3 are C, 4 and 5 A, 6 and 7 B.
+    // Tiles 0 to 3 are C, 4 and 5 A, 6 and 7 B; for `few_queries`, 2 and 3 are C, 6 and 7 A, 5 is B.
     Configuration(i64 upper, i64 lower) {
       for (int tile = 0; tile < 8; ++tile) row_bytes[tile] = 64;
       rows[0] = rows[1] = rows[4] = static_cast<uint8_t>(upper);

@@ -47,7 +47,8 @@ class Scorer {
   bf16* tiles_;  // [heads][fours][kSize / 2][4][2]
   Room<bf16> room_;
 
-  // The keys of 16 tokens, of which `left` exist: where they lie, or gathered if they end there or lie in several blocks.
+  // The keys of 16 tokens, of which `left` exist: where they lie, or gathered if they end there or lie in several blocks. A block
+  // has 8 tokens or more.
   static Multiplier::Tile keys_of(const bf16* keys, const i64* offsets, i64 left, bf16* gathered) {
     const i64 stride = offsets[1] - offsets[0];
     if (left >= kTile && offsets[kTile - 1] - offsets[0] == (kTile - 1) * stride) return {keys + offsets[0], stride};

@@ -42,7 +42,8 @@ inline float largest_score(const float* scores, i64 count, Seen seen) {
 // Scores of one row over a chunk become weights in bfloat16, relative to `largest`: zeros where it sees nothing. Returns their sum.
 template <bool kAll>
 inline float weigh_row(const float* scores, bf16* weights, i64 count, Seen seen, float scale, float largest) {
-  const i64 begin = kAll ? 0 : std::clamp<i64>(seen.first, 0, count) / kLine * kLine, end = kAll ? count : std::clamp<i64>(seen.end, begin, count);
+  const i64 begin = kAll ? 0 : std::clamp<i64>(seen.first, 0, count) / kLine * kLine;
+  const i64 end = kAll ? count : std::clamp<i64>(seen.end, begin, count);
   for (i64 t = 0; t < begin; t += kLine) _mm512_store_si512(weights + t, _mm512_setzero_si512());
   __m512 sum = _mm512_setzero_ps();
   i64 t = begin;
@@ -73,7 +74,6 @@ struct Rows {
   Lines<float> scores, sums, largest, totals;
 
   void begin(i64 count) {
-    queries.resize(count * kSize);
     weights.resize(count * kChunk);
     scores.resize(count * kChunk);
     sums.assign(count * kSize, 0.0f);
@@ -82,7 +82,7 @@ struct Rows {
   }
 
   // Let rows [first, last) look at the chunk's first `count` tokens, a multiple of 32, of which row r may see visible(r), but for
-  // those that lie before its `window`. A row that sees nothing of a chunk stays as it is.
+  // those that lie before its `window`. A row that sees nothing of a chunk stays as it is. Keys are packed up to a multiple of 64.
   template <typename Visible>
   void look(Multiplier& multiply, i64 first, i64 last, const Packed& chunk, i64 count, i64 window, float scale, const Visible& visible) {
     for (i64 t = 0; t < count; t += kColumns)
@@ -100,7 +100,8 @@ struct Rows {
       weigh_few(r, rows, count, seen, scale);
     }
     for (i64 h = 0; h < kSize; h += kColumns)
-      multiply(&weights[first * kChunk], kChunk, last - first, chunk.values + h / kColumns * chunk.stride, count / 2, &sums[first * kSize + h], kSize, true);
+      multiply(&weights[first * kChunk], kChunk, last - first, chunk.values + h / kColumns * chunk.stride, count / 2,
+               &sums[first * kSize + h], kSize, true);
   }
 
   // Scores of up to 16 rows become weights, and what these rows have found so far becomes relative to the largest so far.
@@ -116,7 +117,8 @@ struct Rows {
     _mm512_store_ps(shrinks, _mm512_mask_mov_ps(_mm512_set1_ps(1.0f), changed, power_of_two(_mm512_sub_ps(before, now))));
     for (i64 r = 0; r < rows; ++r) {
       const i64 row = first + r;
-      const float sum = (seen[r].all(count) ? weigh_row<true> : weigh_row<false>)(&scores[row * kChunk], &weights[row * kChunk], count, seen[r], scale, largest[row]);
+      const auto weigh_one = seen[r].all(count) ? weigh_row<true> : weigh_row<false>;
+      const float sum = weigh_one(&scores[row * kChunk], &weights[row * kChunk], count, seen[r], scale, largest[row]);
       totals[row] = totals[row] * shrinks[r] + sum;
       if (shrinks[r] != 1.0f)
         for (i64 h = 0; h < kSize; h += kVector) {
@@ -148,8 +150,8 @@ inline i64 chunk_tokens(i64 left) { return std::min(kChunk, (left + kLine - 1) /
 // One sequence, key/value heads [first, last). `q` and `out` are rows of all query heads. `after` is the context that is likely
 // to be wanted next.
 template <i64 kSize>
-void decode_sequence(Multiplier& multiply, const bf16* q, const Context<bf16>& context, i64 length, i64 window, const Heads& heads, i64 first, i64 last, float scale,
-                     bf16* out, const Context<bf16>& after, i64 after_length) {
+void decode_sequence(Multiplier& multiply, const bf16* q, const Context<bf16>& context, i64 length, i64 window, const Heads& heads,
+                     i64 first, i64 last, float scale, bf16* out, const Context<bf16>& after, i64 after_length) {
   static thread_local Rows<kSize> rows;
   static thread_local Scorer<kSize> scorer;
   static thread_local Room<bf16> buffer;
@@ -180,11 +182,12 @@ void decode_sequence(Multiplier& multiply, const bf16* q, const Context<bf16>& c
 
 // Tokens [begin, end) of the new ones, all query heads of one key/value head, whose whole context is packed.
 template <i64 kSize>
-void prefill_tile(Multiplier& multiply, const bf16* qkv, i64 begin, i64 end, i64 start, i64 window, i64 head, const Heads& heads, const Packed& context,
-                  float scale, bf16* out) {
+void prefill_tile(Multiplier& multiply, const bf16* qkv, i64 begin, i64 end, i64 start, i64 window, i64 head, const Heads& heads,
+                  const Packed& context, float scale, bf16* out) {
   static thread_local Rows<kSize> rows;
   const i64 group = heads.group(), count_rows = (end - begin) * group, length = start + end;
   rows.begin(count_rows);
+  rows.queries.resize(count_rows * kSize);
   for (i64 r = 0; r < count_rows; ++r)
     copy(qkv + (begin + r / group) * heads.row() + (head * group + r % group) * kSize, kSize, &rows.queries[r * kSize]);
   for (i64 first = first_chunk(start + begin + 1, window); first < length; first += kChunk) {
@@ -236,7 +239,7 @@ void prefill(const bf16* qkv, const bf16* keys, const bf16* values, const i64* t
     const bool whole = pack_values<kSize, true>(here.values, offsets, count, kColumns, to, padded * kColumns, nothing);
     numbers = numbers && whole;
   }
-  // A tile multiplies values that a row must not see by zero, and zero times infinity is no number.
+  // A tile multiplies values that a row must not see yet by zero, and zero times infinity is no number.
   if (!numbers) {
     Multiplier multiply;
     for (i64 t = 0; t < tokens; ++t)

@@ -39,7 +39,7 @@ inline __mmask16 first_lanes(i64 n) {
 
 constexpr float kLog2E = 1.44269504f;
 
-// 2^x for x <= 0, minus infinity included, to a relative error of 2e-7: 2^n times a minimax polynomial.
+// 2^x for x <= 0, minus infinity included, to a relative error of 2e-7: 2^n times a minimax polynomial. Of any other x, something.
 inline __m512 power_of_two(__m512 x) {
   x = _mm512_max_ps(_mm512_set1_ps(-200.0f), x);  // the second where one is no number
   const __m512 r = _mm512_reduce_ps(x, 0), n = _mm512_sub_ps(x, r);

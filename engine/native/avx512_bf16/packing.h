@@ -29,7 +29,8 @@ inline void pack_keys(const bf16* keys, const i64* offsets, i64 count, bf16* to,
     }
 }
 
-// Their values as [32][64][2] for each 64 of H, `stride` apart. Returns whether all are numbers, where that is asked for.
+// The values of the first `upto` tokens, an even number of which `count` exist, as [upto / 2][64][2] for each 64 of H, `stride` apart.
+// Of each 32 of H, every second four come first, then the others. Returns whether all are numbers, where that is asked for.
 template <i64 kSize, bool kAsked>
 inline bool pack_values(const bf16* values, const i64* offsets, i64 count, i64 upto, bf16* packed, i64 stride, Ahead<bf16>& ahead) {
   const __m512i exponent = _mm512_set1_epi16(0x7f80);

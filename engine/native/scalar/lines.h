@@ -11,6 +11,9 @@
 template <typename T>
 struct OnLines {
   using value_type = T;
+  OnLines() = default;
+  template <typename Other>
+  OnLines(const OnLines<Other>&) {}
   T* allocate(std::size_t count) { return static_cast<T*>(::operator new(count * sizeof(T), std::align_val_t{64})); }
   void deallocate(T* values, std::size_t) { ::operator delete(values, std::align_val_t{64}); }
   bool operator==(const OnLines&) const { return true; }

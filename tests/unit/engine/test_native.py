@@ -27,8 +27,8 @@ from protocol.sampling import SamplingParams
 
 LIBRARY = NativeLibrary.load(1, torch.bfloat16)
 NATIVE = pytest.mark.skipif(LIBRARY is None, reason="needs AVX2, and a C++ compiler or a wheel")
-HEADS = [(9, 3, 64), (8, 8, 64), (14, 2, 64), (16, 8, 128), (5, 1, 128), (20, 1, 64)]
-"""Query heads, key/value heads, head size: groups of 3, 1, 7, 2, 5 and 20: of more than a tile has rows."""
+HEADS = [(9, 3, 64), (8, 8, 64), (14, 2, 64), (16, 8, 128), (5, 1, 128), (32, 2, 64), (40, 2, 64)]
+"""Query heads, key/value heads, head size: groups of 3, 1, 7, 2, 5, 16 and 20: a tile has 16 rows."""
 SAMPLING = SamplingParams(seed=0, max_tokens=1)
 
 
