@@ -69,9 +69,9 @@ def events(answer: httpx.Response) -> Iterator[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def load(cluster: Any) -> Iterator[list[Client]]:
-    """Clients that ask as long as the block runs. Fails if one of them missed anything."""
-    clients, over = [Client(cluster.url, number) for number in range(LOADS)], threading.Event()
+def load(cluster: Any, first: int = 0) -> Iterator[list[Client]]:
+    """Clients that ask as long as the block runs, numbered from `first` on. Fails if one of them missed anything."""
+    clients, over = [Client(cluster.url, number) for number in range(first, first + LOADS)], threading.Event()
     with ThreadPoolExecutor(LOADS) as threads:
         running = [threads.submit(client.run, over) for client in clients]
         try:
@@ -137,6 +137,34 @@ def test_the_number_outlives_the_controller(paced: Any) -> None:
     cluster.until(lambda: routers(cluster) == {"wanted": 2, "ready": 2}, 60)
     cluster.until(lambda: cluster.scale(routers=1).status_code == 200, 30)
     cluster.until(lambda: routers(cluster) == {"wanted": 1, "ready": 1}, 60)
+
+
+def known_blocks(cluster: Any) -> list[float]:
+    """Of how many cached KV blocks each router knows."""
+    return list(counted(cluster)["tandem:cache_index_blocks"].values())
+
+
+@pytest.mark.timeout(300)
+def test_all_routers_know_the_same_caches_within_a_second(paced: Any) -> None:
+    """Of the last answer, whichever router it went through; and one that follows a killed one, when it serves."""
+    cluster = paced
+
+    def agree() -> bool:
+        known = known_blocks(cluster)
+        return len(known) == 3 and len(set(known)) == 1
+
+    assert cluster.command("scale", "routers=3").returncode == 0
+    wait_for_routers(cluster, 3)
+    before = max(known_blocks(cluster))
+    with load(cluster, first=LOADS) as clients:
+        cluster.until(lambda: all(client.num_answers for client in clients), 60)
+    cluster.until(agree, 1)
+    assert known_blocks(cluster)[0] > before + 100
+    os.kill(replicas(cluster)[0], signal.SIGKILL)
+    cluster.until(lambda: routers(cluster)["ready"] == 2, 30)
+    cluster.until(lambda: routers(cluster)["ready"] == 3, 60)
+    cluster.until(agree, 1)
+    assert cluster.command("scale", "routers=1").returncode == 0
 
 
 @pytest.mark.parametrize("number", [0, 65, -1])
