@@ -122,6 +122,7 @@ def test_any_flips_under_load_change_nothing(small_model: ModelFacts, seed: int)
         async with run_many_decodes(small_model, 3) as many:
             wanted = cases(seed, 150)
             expected = await undisturbed(many, wanted)
+            many.step_s = 0.004
             over = asyncio.Event()
             flips = asyncio.create_task(many.flip_at_random(rng, 0.05, over))
             for _ in range(3):

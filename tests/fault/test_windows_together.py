@@ -83,6 +83,7 @@ def test_workers_change_their_roles_while_prompts_and_streams_fill_their_pools(
     async def scenario() -> None:
         rng = random.Random(seed)
         async with run_many_decodes(windowed, 2, tight(1200, 1200, "always")) as many:
+            many.step_s = 0.008
             over = asyncio.Event()
             flips = asyncio.create_task(many.flip_at_random(rng, 0.1, over))
             for _ in range(2):

@@ -87,6 +87,7 @@ def test_a_worker_that_dies_while_it_is_away_is_replaced_and_wishes_are_remember
     }
 
 
+@pytest.mark.timeout(400)
 def test_a_drain_goes_on_under_the_next_controller(cluster: Any) -> None:
     """The only decode worker restarts when its streams have ended, and they end where they are."""
     before = lives(cluster)
@@ -105,7 +106,7 @@ def test_a_drain_goes_on_under_the_next_controller(cluster: Any) -> None:
         assert any(not answer.complete for answer in answers), "the streams are too short for this machine"
         assert lives(cluster)["worker-1"] == (*before["worker-1"][:2], "draining")
 
-    asyncio.run(disturbed(cluster, [Request("greedy", number, 250) for number in range(2)], disturb))
+    asyncio.run(disturbed(cluster, [Request("greedy", number, 700) for number in range(2)], disturb))
     cluster.until(lambda: lives(cluster)["worker-1"][0] == before["worker-1"][0] + 1, BACK_S)
     cluster.until(lambda: cluster.settled(1, 1), 60)
     assert lives(cluster)["worker-0"] == before["worker-0"]

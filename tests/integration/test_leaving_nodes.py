@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from tests.integration.local_processes import TANDEM
-from tests.integration.test_drain import Stream, counted, finished, run_all, variants
+from tests.integration.test_drain import Stream, counted, finished, run_all, tokens_for, variants
 
 pytestmark = pytest.mark.slow
 
@@ -128,12 +128,13 @@ def moved(cluster: Any, nodes: Nodes, node: str) -> None:
 
 
 def test_a_node_with_the_only_decode_worker_is_left(nodes: Nodes, joined: Any) -> None:
-    expected = run_all(variants(joined, 8, TOKENS))
+    max_tokens = tokens_for(joined, 20)  # longer than another worker takes to start
+    expected = run_all(variants(joined, 8, max_tokens))
     joined.until(joined.clean, 20)
     migrated, resumed = counted(joined, "migrations_total"), counted(joined, "resumed_streams_total")
     victim = worker(joined, "decode")
     node = nodes.node_of(victim)
-    streams = variants(joined, 8, TOKENS)
+    streams = variants(joined, 8, max_tokens)
     under_way(joined, streams)
     begun = time.monotonic()
     leaving = nodes.leave(node[:12], "--deadline", "100")
@@ -161,10 +162,11 @@ def test_a_node_with_the_only_prefill_worker_is_left_while_requests_come(nodes: 
 
 
 def test_a_deadline_that_is_too_short_has_streams_resumed_elsewhere(nodes: Nodes, joined: Any) -> None:
-    expected = run_all(variants(joined, 8, TOKENS))
+    max_tokens = tokens_for(joined, 10)
+    expected = run_all(variants(joined, 8, max_tokens))
     resumed = counted(joined, "resumed_streams_total")
     node = nodes.node_of(worker(joined, "decode"))
-    streams = variants(joined, 8, TOKENS)
+    streams = variants(joined, 8, max_tokens)
     under_way(joined, streams)
     leaving = nodes.leave(node, "--deadline", "1")  # shorter than a start takes
     _, said = leaving.communicate(timeout=30)

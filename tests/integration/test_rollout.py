@@ -18,7 +18,7 @@ import pytest
 from configs.models import resolve
 from configs.paced.profile import load_paced_profile
 from engine.paced.fingerprints import next_token
-from tests.integration.test_drain import Stream, counted, finished, run_all, variants
+from tests.integration.test_drain import Stream, counted, finished, run_all, tokens_for, variants
 
 pytestmark = pytest.mark.slow
 FACTS = resolve("smollm2").facts
@@ -187,10 +187,11 @@ def real(serve: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.mark.timeout(400)
 def test_sixteen_streams_notice_nothing_of_a_good_configuration(real: Any) -> None:
-    expected = run_all(variants(real, 16, 300))
+    max_tokens = tokens_for(real, 20, 16)  # longer than the new workers take to start
+    expected = run_all(variants(real, 16, max_tokens))
     real.until(real.clean, 20)
     inexact = counted(real, "inexact_streams_total")
-    streams = variants(real, 16, 300)
+    streams = variants(real, 16, max_tokens)
     with streams_beside(real, streams):
         revision = begin(real, {"decode": {"kv_cache_tokens": 24_576}, "prefill": {"kv_cache_tokens": 24_576}})
         seen: set[str] = set()

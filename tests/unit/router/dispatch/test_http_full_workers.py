@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -120,8 +121,9 @@ def test_a_worker_that_refuses_is_not_asked_again_with_every_report(run_cluster:
         await cluster.until(lambda: bool(decode.attached))
         waiting = asyncio.ensure_future(cluster.complete(prompt=prompt(300), max_tokens=16))
         await cluster.until(lambda: len(decode.reserved) > 1)
+        begun = time.monotonic()
         await asyncio.sleep(1.0)
-        assert 3 <= len(decode.reserved) <= 6
+        assert 3 <= len(decode.reserved) <= 3 + (time.monotonic() - begun) / 0.25
         assert [(await each).status_code for each in (running, waiting)] == [200, 200]
         await cluster.clean()
 
