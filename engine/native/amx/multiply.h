@@ -35,10 +35,9 @@ class Multiplier {
   // Shape the tiles for up to 16 rows, and for `few_queries` beside them, unless they have this shape. They keep it until other
   // numbers of rows are multiplied.
   void few(i64 rows) {
-    if (few_ && upper_ == rows) return;
+    if (lower_ == 0 && upper_ == rows) return;
     upper_ = rows;
     lower_ = 0;
-    few_ = true;
     Configuration configuration(rows, kTile);
     configuration.row_bytes[2] = configuration.row_bytes[3] = configuration.row_bytes[5] = kFewQueries * sizeof(float);
     load(configuration);
@@ -93,15 +92,13 @@ class Multiplier {
       rows[6] = rows[7] = kTile;
     }
   };
-  i64 upper_ = 0, lower_ = 0;
-  bool few_ = false;
+  i64 upper_ = 0, lower_ = 0;  // the lower is 0 where the tiles have the shape of `few`
 
   // `lower` is not positive where the lower tiles of A and C are not used.
   void shape(i64 upper, i64 lower) {
     if (upper == upper_ && (lower <= 0 || lower == lower_)) return;
     upper_ = upper;
     lower_ = std::max<i64>(lower, 1);
-    few_ = false;
     load({upper_, lower_});
   }
 

@@ -52,7 +52,7 @@ class Scorer {
   static Multiplier::Tile keys_of(const bf16* keys, const i64* offsets, i64 left, bf16* gathered) {
     const i64 stride = offsets[1] - offsets[0];
     if (left >= kTile && offsets[kTile - 1] - offsets[0] == (kTile - 1) * stride) return {keys + offsets[0], stride};
-    for (i64 i = 0; i < kTile; ++i) copy(i < left ? keys + offsets[i] : kNothing, kSize, gathered + i * kSize);
+    for (i64 i = 0; i < kTile; ++i) std::memcpy(gathered + i * kSize, i < left ? keys + offsets[i] : kNothing, kSize * sizeof(bf16));
     return {gathered, kSize};
   }
 

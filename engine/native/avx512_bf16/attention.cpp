@@ -14,12 +14,8 @@
 #include <scores.h>
 
 #include <algorithm>
-#include <limits>
 
 namespace {
-
-constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
-constexpr i64 kTileTokens = 16;  // tokens of a prompt that go through the context together
 
 // The tokens of a chunk that a row sees: from `first` on, before `end`.
 struct Seen {
@@ -141,9 +137,6 @@ struct Rows {
   }
 };
 
-// The first chunk of which a token sees something that sees the last `window` of the first `length` tokens.
-inline i64 first_chunk(i64 length, i64 window) { return std::max<i64>(0, length - window) / kChunk * kChunk; }
-
 // The tokens of a chunk that is packed, if the context ends after `left` tokens.
 inline i64 chunk_tokens(i64 left) { return std::min(kChunk, (left + kLine - 1) / kLine * kLine); }
 
@@ -189,7 +182,7 @@ void prefill_tile(Multiplier& multiply, const bf16* qkv, i64 begin, i64 end, i64
   rows.begin(count_rows);
   rows.queries.resize(count_rows * kSize);
   for (i64 r = 0; r < count_rows; ++r)
-    copy(qkv + (begin + r / group) * heads.row() + (head * group + r % group) * kSize, kSize, &rows.queries[r * kSize]);
+    std::memcpy(&rows.queries[r * kSize], qkv + (begin + r / group) * heads.row() + (head * group + r % group) * kSize, kSize * sizeof(bf16));
   for (i64 first = first_chunk(start + begin + 1, window); first < length; first += kChunk) {
     const Packed chunk{context.keys + first * kSize, context.values + first * kColumns, context.stride};
     const auto visible = [&](i64 r) { return start + begin + r / group + 1 - first; };

@@ -12,9 +12,6 @@
 
 namespace {
 
-constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
-constexpr i64 kTileTokens = 16;  // tokens of a prompt that go through the context together
-
 // A chunk of one head's context, packed: keys of each 64 tokens as [H / 4][64][4], values of each 64 of H as [tokens / 4][64][4],
 // `stride` apart; and the scales of both.
 struct Packed {
@@ -185,9 +182,6 @@ struct Rows {
     }
   }
 };
-
-// The first chunk of which a token sees something that sees the last `window` of the first `length` tokens.
-inline i64 first_chunk(i64 length, i64 window) { return std::max<i64>(0, length - window) / kChunk * kChunk; }
 
 // The tokens of a chunk that is packed, if the context ends after `left` tokens.
 inline i64 chunk_tokens(i64 left) { return std::min(kChunk, (left + kColumns - 1) / kColumns * kColumns); }

@@ -2,13 +2,19 @@
 #pragma once
 
 #include "common.h"
+#include <lines.h>
 
 #include <algorithm>
-#include <lines.h>
+#include <limits>
 
 namespace {
 
-constexpr i64 kChunk = 128;  // tokens of context whose scores are held at once
+constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
+constexpr i64 kChunk = 128;      // tokens of context whose scores are held at once
+constexpr i64 kTileTokens = 16;  // tokens of a prompt that go through the context together
+
+// The first chunk of which a token sees something that sees the last `window` of the first `length` tokens.
+inline i64 first_chunk(i64 length, i64 window) { return std::max<i64>(0, length - window) / kChunk * kChunk; }
 
 // Memory for values that are written before they are read. It only grows, and what was in it is gone then: nothing is copied or
 // filled with zeros. Longer contexts come step by step, so it is larger than need be; the system gives only what is touched.

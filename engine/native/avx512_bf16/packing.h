@@ -10,11 +10,6 @@ namespace {
 constexpr i64 kLine = 32;  // values of a line of the caches, which is a register
 alignas(64) constexpr bf16 kNothing[128] = {};
 
-// A multiple of 32 values.
-inline void copy(const bf16* from, i64 count, bf16* to) {
-  for (i64 i = 0; i < count; i += kLine) _mm512_storeu_si512(to + i, _mm512_loadu_si512(from + i));
-}
-
 // Up to 64 tokens' keys of one head, which lie at `offsets`, as [H / 2][64][2]; those from `count` on are zero. Brings as much near
 // meanwhile.
 template <i64 kSize>

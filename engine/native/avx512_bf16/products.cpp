@@ -12,10 +12,10 @@
 // so a row's bits do not tell which it was.
 
 #include "common.h"
+#include <lines.h>
 #include <multiply.h>
 
 #include <algorithm>
-#include <lines.h>
 
 namespace {
 

@@ -12,10 +12,10 @@
 // A pool of eight bits is [slots, K, H + 2] bytes: bytes.h has what they stand for.
 
 #include "bytes.h"
+#include <lines.h>
 
 #include <algorithm>
 #include <limits>
-#include <lines.h>
 #include <type_traits>
 
 namespace {

@@ -2,9 +2,9 @@
 #pragma once
 
 #include "common.h"
+#include <lines.h>
 
 #include <algorithm>
-#include <lines.h>
 #include <type_traits>
 
 namespace {
