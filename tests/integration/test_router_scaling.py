@@ -118,7 +118,7 @@ def test_from_one_router_to_three_and_back_no_request_fails_and_none_is_forgotte
         fewer = cluster.command("scale", "routers=1", "decode=3")
         assert fewer.returncode == 0, fewer.stderr
         assert routers(cluster) == {"wanted": 1, "ready": 1}
-        cluster.until(lambda: len(replicas(cluster)) == 1, 20)
+        cluster.until(lambda: len(replicas(cluster)) == 1, 5)
         at_one = [client.num_answers for client in clients]
         cluster.until(lambda: all(c.num_answers > before for c, before in zip(clients, at_one, strict=True)), 60)
     sums = {name: sum(by_router.values()) for name, by_router in counted(cluster).items()}
@@ -140,13 +140,15 @@ def test_the_number_outlives_the_controller(paced: Any) -> None:
 
 
 def known_blocks(cluster: Any) -> list[float]:
-    """Of how many cached KV blocks each router knows."""
+    """Return, for each router, of how many cached KV blocks it knows."""
     return list(counted(cluster)["tandem:cache_index_blocks"].values())
 
 
 @pytest.mark.timeout(300)
-def test_all_routers_soon_know_the_same_caches(paced: Any) -> None:
-    """Of the last answer, whichever router it went through; and one that follows a killed one, when it serves."""
+def test_all_routers_know_the_same_caches_within_a_second(paced: Any) -> None:
+    """After each of two loads, also where one of the routers has taken the place of a killed one. On a busy machine the looks
+    themselves take long, so the better of two counts.
+    """
     cluster = paced
 
     def agree() -> bool:
@@ -155,16 +157,18 @@ def test_all_routers_soon_know_the_same_caches(paced: Any) -> None:
 
     assert cluster.command("scale", "routers=3").returncode == 0
     wait_for_routers(cluster, 3)
-    before = max(known_blocks(cluster))
-    with load(cluster, first=LOADS) as clients:
-        cluster.until(lambda: all(client.num_answers for client in clients), 60)
-    after_load_s = cluster.until(agree, 5)  # a second, and looks that take long on a busy machine
-    assert known_blocks(cluster)[0] > before + 100
-    os.kill(replicas(cluster)[0], signal.SIGKILL)
-    cluster.until(lambda: routers(cluster)["ready"] == 2, 30)
-    cluster.until(lambda: routers(cluster)["ready"] == 3, 60)
-    after_kill_s = cluster.until(agree, 5)
-    print(f"they agree {after_load_s:.1f} s after the load, {after_kill_s:.1f} s after the next router serves")  # noqa: T201
+    took_s = []
+    for first in (LOADS, 2 * LOADS):
+        before = max(known_blocks(cluster))
+        with load(cluster, first) as clients:
+            cluster.until(lambda clients=clients: all(client.num_answers for client in clients), 60)
+        took_s.append(cluster.until(agree, 10))
+        assert known_blocks(cluster)[0] > before + 100
+        os.kill(replicas(cluster)[0], signal.SIGKILL)
+        cluster.until(lambda: routers(cluster)["ready"] == 2, 30)
+        cluster.until(lambda: routers(cluster)["ready"] == 3, 60)
+        took_s.append(cluster.until(agree, 10))
+    assert max(min(took_s[::2]), min(took_s[1::2])) < 1, took_s
     assert cluster.command("scale", "routers=1").returncode == 0
 
 

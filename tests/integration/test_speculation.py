@@ -288,8 +288,9 @@ def test_preemptions_change_nothing(guessing: Any, cramped: Any, expected: list[
     for requests, wanted in ((requests_of_every_kind(), expected), (long_answers(), roomy)):
         for request, answer, alone in zip(requests, all_at_once(cramped.url, requests), wanted, strict=True):
             assert answer == alone, request
-    assert ask(cramped.url, requests_of_every_kind()[0]) == expected[0], "alone: with many rows, guesses need not pay"
+    for number, request in enumerate(requests_of_every_kind()[: len(PROMPTS)]):  # alone: with many rows, guesses need not pay
+        assert ask(cramped.url, request) == expected[number], request
     cramped.until(cramped.clean, 20)
     assert counted(cramped, "tandem:num_preemptions_total") > 0
-    assert counted(cramped, "tandem:spec_decode_num_accepted_tokens_total") > 0
+    assert counted(cramped, "tandem:spec_decode_num_accepted_tokens_total") > 100
     assert cramped.leaks() == []

@@ -133,7 +133,7 @@ def test_a_step_takes_the_time_of_its_profile() -> None:
             for chunks, step_s in (([prompt], 0.05), ([stream], 0.1), ([prompt, stream], 0.149)):
                 began = time.monotonic()
                 nothing, *token = await engine.start(chunks)
-                assert 0 <= time.monotonic() - began - step_s < 1.0
+                assert 0 <= time.monotonic() - began - step_s < 0.1
                 assert engine.step_age_s == 0
             assert nothing is None
             assert len(token) == 1
