@@ -37,14 +37,18 @@ class FirstRankOfWorker(FirstRankActor):
         super().__init__(worker_id, epoch, config, pool_of(config, role), secret, host, threads, others)
         self._role = role
 
-    def worker(self, rank: FirstRank) -> WorkerCore:
-        """Build the worker around its loaded first rank. Raises ConfigError if the wanted transport can't be had."""
+    async def worker(self, rank: FirstRank) -> WorkerCore:
+        """Build the worker around its loaded first rank.
+
+        Raises ConfigError if the wanted transport can't be had, or a folder of a tier can't be used.
+        """
         pool, wanted, encrypt = rank.runner.pool, self._config.transport, self._config.encrypt_kv
         receiving = receiving_transports(wanted, self._host, pool.data.device, encrypt=encrypt)
         sending = sending_transports(wanted, self._host, pool.data, pool.memory_fd, encrypt=encrypt)
         core = WorkerCore(rank, receiving, at_configured_pace(self._config, sending), NICENESS[self._role])
         PrefillWorker(core)
         DecodeWorker(core)
+        await core.open_tiers()
         return core
 
 

@@ -264,9 +264,10 @@ def _offloading(config: ClusterConfig) -> list[tuple[str, str]]:
         found.append((missing, "a disk tier has a folder and a size: name both"))
     if not wanted.wanted:
         return found
-    for role, pool in _pools(config):
-        if pool.tensor_parallel_size != 1:
-            found.append((f"{role}.tensor_parallel_size", "tiers are for workers of one rank: leave out kv_offloading"))
+    sizes = {pool.tensor_parallel_size for _, pool in _pools(config)}
+    if len(sizes) > 1:
+        problem = "all workers share the node's tiers (kv_offloading), so both roles need the same number of ranks"
+        found.append(("decode.tensor_parallel_size", problem))
     return found
 
 

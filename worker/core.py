@@ -130,11 +130,20 @@ class WorkerCore:
             runner.layout(),
             rank.me.arithmetic,
             rank.secret,
+            self.gang.askers(),
             self.cache,
             lambda: max(role.token_s for role in self._roles),
             self.changed,
             lambda: be_nice(PREFILL_NICENESS),
         )
+
+    async def open_tiers(self) -> None:
+        """Have all ranks open the tiers of their nodes, if the configuration wants some. Called once, before `run`.
+
+        Raises ConfigError if a folder can't be used.
+        """
+        if self.tiers is not None:
+            await self.tiers.open_others()
 
     def add(self, role: RoleWork) -> None:
         """Have the worker do the work of this role, too. Called before `run`."""

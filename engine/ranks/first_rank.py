@@ -79,8 +79,8 @@ class FirstRankActor(WorkerActor):
         self._others = others
 
     @abstractmethod
-    def worker(self, rank: FirstRank) -> Worker:
-        """Build the worker around its loaded first rank. Raises ConfigError if the wanted transport can't be had."""
+    async def worker(self, rank: FirstRank) -> Worker:
+        """Build the worker around its loaded first rank. Raises ConfigError if something that is configured can't be had."""
 
     async def build(self) -> Worker:
         """Connect to the other ranks, load this rank's share and return the worker.
@@ -109,7 +109,7 @@ class FirstRankActor(WorkerActor):
         weights = runner.facts.identity[:_HASH_DIGITS]  # the files may have changed since
         me = WorkerRef(self._worker_id, self._epoch, server.address, gang.size, arithmetic, weights)
         try:
-            return self.worker(
+            return await self.worker(
                 FirstRank(
                     me=me,
                     config=self._config,

@@ -5,6 +5,9 @@
 
 The blocks of a paced worker take little memory. So its tiers count as many bytes for each as the profile says that the real
 model's would take, and reading takes the time of these.
+
+Each rank of a worker of several has its own heads of a block, under a key of its own (`share_key`), in the same folders as the
+others. `gang_tiers` has them write and read together.
 """
 
 from __future__ import annotations
@@ -13,7 +16,9 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from hashlib import blake2b
 from pathlib import Path
+from typing import Protocol
 
 from torch import Tensor
 
@@ -38,13 +43,54 @@ class _Tier:
     """Seconds that reading a block takes at least."""
 
 
-class NodeTiers:
-    """The tiers that one worker reads and writes. One thread calls `put`, and one for each tier calls `get`; the rest
-    is for any.
+class Tiers(Protocol):
+    """What a worker writes its blocks to, and reads them from. One thread calls `put`, and one for each tier calls `get`; the
+    rest is for any.
     """
 
-    def __init__(self, tiers: Mapping[str, _Tier], pool: Tensor) -> None:
+    @property
+    def names(self) -> Sequence[str]:
+        """The tiers that there are, the faster first."""
+
+    @property
+    def num_places(self) -> int:
+        """Blocks that the smallest tier can hold."""
+
+    @property
+    def reports(self) -> tuple[TierReport, ...]:
+        """What the latest `look` found, by tier."""
+
+    def look(self) -> None:
+        """Count what lies in the tiers, and let other workers know what was used."""
+
+    def match(self, name: str, keys: Sequence[bytes]) -> int:
+        """Number of leading keys whose blocks lie in this tier, as far as is known."""
+
+    def put(self, key: bytes, salt: str, block: int) -> None:
+        """Write a block, which nobody writes meanwhile, into each tier that does not have it."""
+
+    def get(self, name: str, keys: Sequence[bytes], blocks: Sequence[int]) -> int:
+        """Read blocks of the caller's own from a tier, one for each key. Returns how many of the first ones were had."""
+
+    def reset(self, tenant: str | None) -> int:
+        """Erase a tenant's blocks from all tiers, or everybody's. Returns how many.
+
+        Raises UnavailableError if some may be left.
+        """
+
+    def close(self) -> None:
+        """Let go of the tiers."""
+
+
+class NodeTiers:
+    """The tiers as one rank of a worker sees them: it writes and reads its own share of a block, which is all of it if there is
+    no other rank. Counts of blocks are of whole ones.
+    """
+
+    def __init__(self, tiers: Mapping[str, _Tier], pool: Tensor, rank: int = 0, num_ranks: int = 1) -> None:
         self._tiers = tiers
+        self._rank = rank
+        self._num_ranks = num_ranks
         self._going = pool_blocks(pool)
         self._coming = {name: pool_blocks(pool) for name in tiers}
         self._reports: tuple[TierReport, ...] = ()
@@ -57,7 +103,7 @@ class NodeTiers:
     @property
     def num_places(self) -> int:
         """Blocks that the smallest tier can hold."""
-        return min(tier.store.num_places for tier in self._tiers.values())
+        return min(tier.store.num_places for tier in self._tiers.values()) // self._num_ranks
 
     @property
     def reports(self) -> tuple[TierReport, ...]:
@@ -68,17 +114,22 @@ class NodeTiers:
         """Count what lies in the tiers, and let other workers know what was used."""
         for tier in self._tiers.values():
             tier.store.note_uses()
-        self._reports = tuple(_report(name, tier.store) for name, tier in self._tiers.items())
+        self._reports = tuple(_report(name, tier.store, self._num_ranks) for name, tier in self._tiers.items())
 
     def match(self, name: str, keys: Sequence[bytes]) -> int:
         """Number of leading keys whose blocks lie in this tier, as far as is known."""
-        store = self._tiers[name].store
-        return store.match(keys) if keys and store.match(keys[:1]) else 0
+        store, count = self._tiers[name].store, len(keys)
+        for rank in range(self._num_ranks):
+            if not count or not store.match(self._shares(keys[:1], rank)):
+                return 0
+            count = min(count, store.match(self._shares(keys, rank)))
+        return count
 
     def put(self, key: bytes, salt: str, block: int) -> None:
         """Write a block, which nobody writes meanwhile, into each tier that does not have it."""
+        (own,) = self._shares((key,), self._rank)
         for tier in self._tiers.values():
-            tier.store.put(key, tenant_of(salt), self._going.outgoing(block))
+            tier.store.put(own, tenant_of(salt), self._going.outgoing(block))
 
     def get(self, name: str, keys: Sequence[bytes], blocks: Sequence[int]) -> int:
         """Read blocks of the caller's own from a tier, one for each key. Returns how many of the first ones were had.
@@ -86,9 +137,9 @@ class NodeTiers:
         The last one goes first: tiers evict what was used longest ago, and of a prefix that is to be its end.
         """
         tier, coming, count = self._tiers[name], self._coming[name], len(keys)
-        over_at = time.monotonic() + tier.block_s * count
-        for place in reversed(range(len(keys))):
-            if tier.store.get(keys[place], coming.incoming(blocks[place])):
+        over_at, own = time.monotonic() + tier.block_s * count, self._shares(keys, self._rank)
+        for place in reversed(range(len(own))):
+            if tier.store.get(own[place], coming.incoming(blocks[place])):
                 coming.filled(blocks[place])
             else:
                 count = place
@@ -101,7 +152,7 @@ class NodeTiers:
 
         Raises UnavailableError if some may be left.
         """
-        return sum(tier.store.reset(tenant) for tier in self._tiers.values())
+        return sum(tier.store.reset(tenant) for tier in self._tiers.values()) // self._num_ranks
 
     def close(self) -> None:
         """Let go of the folders."""
@@ -109,14 +160,31 @@ class NodeTiers:
             tier.store.close()
             tier.occupied.leave()
 
+    def _shares(self, keys: Sequence[bytes], rank: int) -> Sequence[bytes]:
+        """The keys of a rank's shares."""
+        return keys if self._num_ranks == 1 else [share_key(key, rank) for key in keys]
 
-def open_tiers(config: ClusterConfig, pool: Tensor, layout: KvLayout, arithmetic: str, secret: bytes) -> NodeTiers:
-    """Open the tiers of a worker with this pool, as the configuration wants them.
+
+def share_key(key: bytes, rank: int) -> bytes:
+    """Return the key of what one of several ranks has of a block."""
+    return blake2b(key, digest_size=len(key), person=f"rank {rank}".encode()).digest()
+
+
+def open_tiers(
+    config: ClusterConfig,
+    pool: Tensor,
+    layout: KvLayout,
+    arithmetic: str,
+    secret: bytes,
+    rank: int = 0,
+    num_ranks: int = 1,
+) -> NodeTiers:
+    """Open the tiers of a rank with this pool, as the configuration wants them. `arithmetic` is that of its whole worker.
 
     Raises ConfigError if a folder can't be used, or is too small.
     """
     wanted = config.kv_offloading
-    described = _described(config, layout, arithmetic)
+    described = _described(config, layout, arithmetic, num_ranks)
     block_bytes = pool_blocks(pool).block_bytes
     tiers: dict[str, _Tier] = {}
     try:
@@ -133,7 +201,7 @@ def open_tiers(config: ClusterConfig, pool: Tensor, layout: KvLayout, arithmetic
     except (TandemError, OSError):
         NodeTiers(tiers, pool).close()
         raise
-    return NodeTiers(tiers, pool)
+    return NodeTiers(tiers, pool, rank, num_ranks)
 
 
 def _open(folder: Path, described: bytes, block_bytes: int, size: int, block_s: float, *, keep: bool) -> _Tier:
@@ -145,7 +213,7 @@ def _open(folder: Path, described: bytes, block_bytes: int, size: int, block_s: 
         raise
 
 
-def _described(config: ClusterConfig, layout: KvLayout, arithmetic: str) -> bytes:
+def _described(config: ClusterConfig, layout: KvLayout, arithmetic: str, num_ranks: int) -> bytes:
     """What must be equal for blocks to be taken: blocks of another arithmetic would change what is said.
 
     Of what is as usual nothing is written, so that tiers from before it had a name are kept.
@@ -153,7 +221,8 @@ def _described(config: ClusterConfig, layout: KvLayout, arithmetic: str) -> byte
     usual = {"kv_cache_dtype": "auto", "positions": ""}
     values = ((field.name, getattr(layout, field.name)) for field in fields(layout) if field.name != "memory")
     parts = [str(value) for name, value in values if value != usual.get(name)]
-    return "\n".join([*parts, arithmetic, str(config.block_size)]).encode()
+    shares = [f"{num_ranks} ranks"] if num_ranks > 1 else []
+    return "\n".join([*parts, arithmetic, str(config.block_size), *shares]).encode()
 
 
 def _file_sizes(config: ClusterConfig, gib: float, block_bytes: int) -> int:
@@ -190,11 +259,11 @@ def _check_room(folder: Path, size: int) -> None:
         )
 
 
-def _report(name: str, store: BlockStore) -> TierReport:
+def _report(name: str, store: BlockStore, num_ranks: int) -> TierReport:
     stats = store.stats
     return TierReport(
         name=name,
-        num_blocks=store.num_blocks,
+        num_blocks=store.num_blocks // num_ranks,
         num_bytes=store.num_bytes,
         stored=stats.stored,
         evicted=stats.evicted,

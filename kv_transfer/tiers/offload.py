@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from kv_transfer.pinning import PinningCache
-from kv_transfer.tiers.node_tiers import NodeTiers
+from kv_transfer.tiers.node_tiers import Tiers
 from protocol.errors import UnavailableError
 
 _MOST_WAITING = 65_536
@@ -39,7 +39,7 @@ class Offload:
     """
 
     def __init__(
-        self, cache: PinningCache, tiers: NodeTiers, lease_s: float, on_change: Callable[[], None], be_nice: Callable[[], None]
+        self, cache: PinningCache, tiers: Tiers, lease_s: float, on_change: Callable[[], None], be_nice: Callable[[], None]
     ) -> None:
         self._cache = cache
         self._tiers = tiers

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from kv_transfer.tiers.node_tiers import NodeTiers
+from kv_transfer.tiers.node_tiers import Tiers
 from kv_transfer.tiers.overdue import Overdue
 
 _KNOWN_S = 60.0
@@ -28,7 +28,7 @@ class TierReader:
     take `patience_s` seconds, from the moment that it is asked for.
     """
 
-    def __init__(self, tiers: NodeTiers, block_size: int, token_s: Callable[[], float], patience_s: float) -> None:
+    def __init__(self, tiers: Tiers, block_size: int, token_s: Callable[[], float], patience_s: float) -> None:
         self._tiers = tiers
         self._block_size = block_size
         self._token_s = token_s

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from configs.schema import ClusterConfig
 from kv_transfer.pinning import PinningCache
-from kv_transfer.tiers.node_tiers import open_tiers
+from kv_transfer.remote_lanes import Ask
+from kv_transfer.tiers.gang_tiers import GangTiers
+from kv_transfer.tiers.node_tiers import Tiers, open_tiers
 from kv_transfer.tiers.offload import Offload
 from kv_transfer.tiers.reader import TierReader
 from protocol.messages import KvLayout, TierReport
@@ -25,19 +27,29 @@ class WorkerTiers:
         layout: KvLayout,
         arithmetic: str,
         secret: bytes,
+        others: Sequence[Ask],
         cache: PinningCache,
         token_s: Callable[[], float],
         on_change: Callable[[], None],
         be_nice: Callable[[], None],
     ) -> None:
-        """`pool` is the worker's, and `cache` its books. `token_s` says how long computing a token takes, `on_change` is called
-        when blocks were unpinned, and `be_nice` lowers the priority of the thread that calls it.
+        """`pool` is the first rank's, `others` ask the other ranks, and `cache` has the worker's books. `token_s` says how long
+        computing a token takes, `on_change` is called when blocks were unpinned, and `be_nice` lowers the priority of the
+        thread that calls it.
 
         Raises ConfigError if a folder can't be used, or is too small.
         """
-        self._tiers = open_tiers(config, pool, layout, arithmetic, secret)
+        own = open_tiers(config, pool, layout, arithmetic, secret, num_ranks=1 + len(others))
+        self._arithmetic = arithmetic
+        self._gang = GangTiers(own, others) if others else None
+        self._tiers: Tiers = self._gang or own
         self._offload = Offload(cache, self._tiers, config.limits.lease_s, on_change, be_nice)
         self.reader = TierReader(self._tiers, config.block_size, token_s, config.limits.lease_s / 2)
+
+    async def open_others(self) -> None:
+        """Have the worker's other ranks open theirs. Raises ConfigError if one can't."""
+        if self._gang is not None:
+            await self._gang.open_others(self._arithmetic)
 
     @property
     def reports(self) -> tuple[TierReport, ...]:

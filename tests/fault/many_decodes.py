@@ -317,7 +317,7 @@ async def run_many_decodes(
     for number, server in enumerate(servers[1:]):
         size = ranks[number] if ranks else 1
         others, gang, first, arithmetic = await load_gang(
-            size, partial(load_decode, number), lambda share: share_of(share, transports, transports, lease_s), lease_s
+            size, partial(load_decode, number), lambda share, *_: share_of(share, transports, transports, lease_s), lease_s
         )
         following += others.running
         me = WorkerRef(f"decode-{number}", 1, server.address, size, arithmetic)

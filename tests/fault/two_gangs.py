@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from configs.facts import KvCacheDtype, ModelFacts
+from configs.schema import ClusterConfig
 from decode_workers.worker import DecodeWorker
 from engine.model_runner import ModelRunner
 from engine.ranks.follower import Follower, Share
@@ -22,7 +23,7 @@ from protocol.messages import Role, WorkerRef
 from protocol.wire import WireServer
 from tests.fault.two_workers import CONFIG, SECRET, TwoWorkers, first_rank, served, with_lease
 from worker.core import WorkerCore
-from worker.rank import share_of
+from worker.rank import share_of, tier_host
 
 HOST = "127.0.0.1"
 CPU = torch.device("cpu")
@@ -43,9 +44,10 @@ async def run_gangs(
     num_decode: int,
     kv_cache_dtype: KvCacheDtype = "auto",
     lease_s: float = CONFIG.limits.lease_s,
+    config: ClusterConfig = CONFIG,
 ) -> AsyncIterator[tuple[TwoWorkers, dict[Role, Ranks]]]:
     """All ranks share one loop with everybody who has to hear of them: `lease_s` is how late it may be."""
-    config = with_lease(CONFIG, lease_s)
+    config = with_lease(config, lease_s)
     network = LoopbackNetwork()
     transports = [LoopbackTransport(network)]
 
@@ -54,18 +56,17 @@ async def run_gangs(
             facts,
             dtype="float32",
             kv_cache_dtype=kv_cache_dtype,
-            block_size=CONFIG.block_size,
+            block_size=config.block_size,
             num_kv_tokens=tokens,
             ranks=ranks,
         )
 
-    load_prefill, load_decode = load(CONFIG.prefill.kv_cache_tokens), load(CONFIG.decode.kv_cache_tokens)
-    prefill_ranks, prefill_gang, prefill_runner, prefill_arithmetic = await load_gang(
-        num_prefill, load_prefill, lambda runner: share_of(runner, transports, transports, lease_s), lease_s
-    )
-    decode_ranks, decode_gang, decode_runner, decode_arithmetic = await load_gang(
-        num_decode, load_decode, lambda runner: share_of(runner, transports, transports, lease_s), lease_s
-    )
+    def share(runner: Runner, rank: int, size: int) -> Share:
+        return share_of(runner, transports, transports, lease_s, tier_host(config, runner, SECRET, rank, size))
+
+    load_prefill, load_decode = load(config.prefill.kv_cache_tokens), load(config.decode.kv_cache_tokens)
+    prefill_ranks, prefill_gang, prefill_runner, prefill_arithmetic = await load_gang(num_prefill, load_prefill, share, lease_s)
+    decode_ranks, decode_gang, decode_runner, decode_arithmetic = await load_gang(num_decode, load_decode, share, lease_s)
     servers = [WireServer(SECRET, HOST) for _ in range(2)]
     me = WorkerRef("prefill-0", 1, servers[0].address, num_prefill, prefill_arithmetic)
     prefill = PrefillWorker(
@@ -73,6 +74,8 @@ async def run_gangs(
     )
     me = WorkerRef("decode-0", 1, servers[1].address, num_decode, decode_arithmetic)
     decode = DecodeWorker(WorkerCore(first_rank(me, config, servers[1], decode_runner, decode_gang), transports, transports))
+    await prefill.core.open_tiers()
+    await decode.core.open_tiers()
     try:
         async with served(prefill, decode, network) as workers:
             yield workers, {Role.PREFILL: prefill_ranks, Role.DECODE: decode_ranks}
@@ -84,10 +87,10 @@ async def run_gangs(
 
 
 async def load_gang(
-    size: int, load: Callable[[TensorParallel], Runner], share: Callable[[Runner], Share], lease_s: float
+    size: int, load: Callable[[TensorParallel], Runner], share: Callable[[Runner, int, int], Share], lease_s: float
 ) -> tuple[Ranks, Gang, Runner, str]:
     followers = [
-        Follower(WireServer(SECRET, HOST), rank, size, HOST, lambda ranks: share(load(ranks)), lease_s, CPU)
+        Follower(WireServer(SECRET, HOST), rank, size, HOST, lambda ranks: share(load(ranks), ranks.rank, size), lease_s, CPU)
         for rank in range(1, size)
     ]
     running = [asyncio.create_task(follower.run()) for follower in followers]

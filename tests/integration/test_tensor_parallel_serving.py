@@ -87,6 +87,27 @@ def test_a_small_model_shared_out_says_the_same(
     served.end()
 
 
+def test_ranks_read_what_they_left_on_the_disk(serve: Callable[..., Any], small_qwen3: Path, tmp_path: Path) -> None:
+    """Each its own heads, in another life of the cluster: the first answer of the second life is that of the first one."""
+    answers = []
+    for _ in range(2):
+        served = serve(
+            *("--model", str(small_qwen3), "--dtype", "float32", "--tensor-parallel-size", "2"),
+            *("--kv-offloading-dir", str(tmp_path / "kv"), "--kv-offloading-disk-size", "0.1"),
+        )
+        served.wait_ready()
+        body = {"model": "small-qwen3", "prompt": PROMPTS[1], "max_tokens": ANSWER, "temperature": 0, "ignore_eos": True}
+        answer = httpx.post(f"{served.url}/v1/completions", json=body | {"return_token_ids": True}, timeout=120).json()
+        cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        answers.append((answer["choices"][0]["token_ids"], cached))
+        served.until(lambda served=served: served.worker("worker-0")["tiers"]["disk"]["tokens"] >= 80, 20)
+        served.until(served.clean, 20)
+        assert served.leaks() == []
+        served.end()
+    (tokens, cached), (again, held) = answers
+    assert (again, cached, held) == (tokens, 0, 80)
+
+
 @pytest.mark.long
 def test_the_default_model_on_three_ranks_and_a_killed_one(transformers_smollm2: Any, serve: Callable[..., Any]) -> None:
     alone = by_transformers(transformers_smollm2)

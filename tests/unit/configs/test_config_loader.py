@@ -145,10 +145,14 @@ def test_what_tiers_need_together(values: dict[str, Any], param: str | None) -> 
         assert refused.value.param == param
 
 
-def test_tiers_are_for_workers_of_one_rank() -> None:
-    with pytest.raises(ConfigError, match="one rank") as refused:
-        load_config(None, {"kv_offloading.memory_gib": 1, "decode.tensor_parallel_size": 3})
+def test_tiers_are_for_workers_of_one_number_of_ranks() -> None:
+    tiers = {"kv_offloading.memory_gib": 1}
+    with pytest.raises(ConfigError, match="the same number of ranks") as refused:
+        load_config(None, tiers | {"decode.tensor_parallel_size": 3})
     assert refused.value.param == "decode.tensor_parallel_size"
+    same = {"prefill.tensor_parallel_size": 3, "decode.tensor_parallel_size": 3}
+    assert load_config(None, tiers | same).kv_offloading.wanted
+    assert load_config(None, tiers | {"disaggregation": "never", "decode.tensor_parallel_size": 3}).kv_offloading.wanted
 
 
 def test_how_tokens_are_guessed_is_read_from_json_and_from_yaml(yaml_file: Path) -> None:

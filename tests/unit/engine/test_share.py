@@ -66,7 +66,7 @@ def test_gpus_that_do_not_fit_the_device_are_refused(overrides: dict[str, Any], 
 class _Alone(FirstRankActor):
     """A worker that is its first rank, and does nothing."""
 
-    def worker(self, rank: FirstRank) -> Any:
+    async def worker(self, rank: FirstRank) -> Any:
         rank.server.close()
         return rank
 
