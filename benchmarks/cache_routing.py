@@ -18,20 +18,17 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.cache_bounds import hit_share
+from benchmarks.lib.conversations import MINUTES, TPOT_S, TRACE, WORKERS, conversations, limit_s, quantile
 from benchmarks.lib.environment import write_result
 from benchmarks.lib.journal import add_state, journal_of
 from benchmarks.lib.load import Trace, bench_options, put_load
 from benchmarks.lib.servers import HOST, cluster
 from configs.paced.profile import DEFAULT_PROFILE, load_paced_profile
-from loadtest.datasets import TraceRow, mooncake_rows
+from loadtest.datasets import TraceRow
 from loadtest.records import RequestRecord
 
-WORKERS = 16
 ROUTINGS = ("cache", "load")
-MINUTES = 15.0
-TRACE = "mooncake_conversation.jsonl"
 TIMEOUT_S = 300.0
-SLOW, TPOT_S = 2.0, 0.05
 
 
 def main() -> None:
@@ -43,22 +40,21 @@ def main() -> None:
     add_state(parser)
     given = parser.parse_args()
     path = given.traces / TRACE
-    rows = [row for row in mooncake_rows(path) if row.arrival_s is not None and row.arrival_s < given.minutes * 60]
+    rows = conversations(path, given.minutes)
     journal = journal_of(parser, given)
-    limit_s = SLOW * quantile([alone_s(row) for row in rows], 0.9)
+    limit = limit_s(rows)
     runs = {}
     for routing in ROUTINGS:
-        measure = partial(run, given.port, routing, path, len(rows), given.time_scale, limit_s)
+        measure = partial(run, given.port, ("--routing", routing), path, len(rows), given.time_scale, limit)
         runs[routing] = journal.once(routing, measure)
-    result = {"minutes": given.minutes, "time_scale": given.time_scale, "limit_s": limit_s}
+    result = {"minutes": given.minutes, "time_scale": given.time_scale, "limit_s": limit}
     result |= {"runs": runs, "bounds": bounds(rows)}
     write_result("cache_routing", result, table(result, rows))
 
 
-def run(port: int, routing: str, path: Path, num_rows: int, time_scale: float, limit_s: float) -> dict[str, Any]:
-    """One routing: what was cached, and what its requests saw."""
-    flags = ("--engine", "paced", "--prefill", str(WORKERS), "--decode", str(WORKERS), "--routing", routing)
-    with cluster(port, *flags):
+def run(port: int, flags: Sequence[str], path: Path, num_rows: int, time_scale: float, limit: float) -> dict[str, Any]:
+    """A cluster with these flags: what was cached, and what its requests saw."""
+    with cluster(port, "--engine", "paced", "--prefill", str(WORKERS), "--decode", str(WORKERS), *flags):
         options = bench_options(
             f"http://{HOST}:{port}",
             Trace("mooncake", path, 1.0),
@@ -82,22 +78,14 @@ def run(port: int, routing: str, path: Path, num_rows: int, time_scale: float, l
         "ttft_p99_s": quantile(ttft_s, 0.99),
         "tpot_p50_s": quantile(tpot_s, 0.5),
         "tpot_p99_s": quantile(tpot_s, 0.99),
-        "in_time": sum(in_time(record, limit_s) for record in records) / len(records),
+        "in_time": sum(in_time(record, limit) for record in records) / len(records),
         "client_late_p99_s": quantile([record.lateness for record in records], 0.99),
     }
 
 
-def in_time(record: RequestRecord, limit_s: float) -> bool:
+def in_time(record: RequestRecord, limit: float) -> bool:
     """Whether a request met both limits. One that failed has not."""
-    return record.ok and (record.ttft or 0.0) <= limit_s and (record.tpot or 0.0) <= TPOT_S
-
-
-def alone_s(row: TraceRow) -> float:
-    """Seconds to the first token of a request that is alone, of which nothing is cached, by the profile."""
-    profile = load_paced_profile(DEFAULT_PROFILE)
-    step = profile.sizes.max_batch_tokens
-    chunks = ((start, min(step, row.input_len - start)) for start in range(0, row.input_len, step))
-    return sum(profile.prefill_s([chunk]) for chunk in chunks)
+    return record.ok and (record.ttft or 0.0) <= limit and (record.tpot or 0.0) <= TPOT_S
 
 
 def bounds(rows: Sequence[TraceRow]) -> dict[str, float]:
@@ -108,11 +96,6 @@ def bounds(rows: Sequence[TraceRow]) -> dict[str, float]:
         "one cache as large as all pools of prefill workers": hit_share(rows, WORKERS * pool),
         "caches of prefill workers, chosen at random": hit_share(rows, pool, WORKERS),
     }
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    """The value below which this share of all lies."""
-    return sorted(values)[min(len(values) - 1, int(len(values) * share))]
 
 
 def table(result: dict[str, Any], rows: Sequence[TraceRow]) -> str:

@@ -23,13 +23,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cache_routing import MINUTES, SLOW, TPOT_S, TRACE, WORKERS, alone_s, quantile
 from benchmarks.lib.cache_bounds import hit_share
+from benchmarks.lib.conversations import MINUTES, TPOT_S, TRACE, WORKERS, conversations, limit_s, quantile
 from benchmarks.lib.environment import write_result
 from benchmarks.lib.journal import add_state, journal_of
 from configs.loader import load_config
 from configs.paced.profile import DEFAULT_PROFILE, PacedProfile, load_paced_profile
-from loadtest.datasets import TraceRow, mooncake_rows
+from loadtest.datasets import TraceRow
 from simulator.cluster import Cluster, Shape
 from simulator.profile import Profile
 from simulator.request import Request
@@ -61,7 +61,8 @@ def main() -> None:
     modes = given.modes.split(",")
     if unknown := set(modes) - NAMES.keys():
         parser.error(f"--modes: {', '.join(sorted(unknown))} is not one of {', '.join(NAMES)}")
-    setting = setting_of(given)
+    rows = conversations(given.traces / TRACE, given.minutes)
+    setting = setting_of(rows, given.pace, given.minutes, given.memory_gib, given.nodes, given.pool_tokens)
     journal = journal_of(parser, given)
     runs = {mode: journal.once(mode, partial(simulated, mode, setting)) for mode in modes}
     result = {name: getattr(given, name) for name in ("minutes", "pace", "memory_gib", "nodes")}
@@ -89,23 +90,26 @@ class Setting:
     """The latest that a first token is in time."""
 
 
-def setting_of(given: argparse.Namespace) -> Setting:
-    """The setting that these options want."""
-    rows = [row for row in mooncake_rows(given.traces / TRACE) if row.arrival_s < given.minutes * 60]
+def setting_of(
+    rows: Sequence[TraceRow], pace: float, minutes: float, memory_gib: float, nodes: int, pool_tokens: int | None = None
+) -> Setting:
+    """These minutes of requests at so many times their pace. Pools have the profile's size unless `pool_tokens` says another,
+    and each node has a memory tier of `memory_gib`.
+    """
     paced = load_paced_profile(DEFAULT_PROFILE)
     tier = TierSize(
-        num_tokens=int(given.memory_gib * 2**30 / paced.kv_token_bytes),
+        num_tokens=int(memory_gib * 2**30 / paced.kv_token_bytes),
         token_s=paced.kv_token_bytes / paced.host_bytes_per_s,
-        num_nodes=given.nodes,
+        num_nodes=nodes,
     )
     return Setting(
         rows=rows,
         paced=paced,
-        pace=given.pace,
-        pool_tokens=given.pool_tokens or paced.kv_cache_tokens,
+        pace=pace,
+        pool_tokens=pool_tokens or paced.kv_cache_tokens,
         tier=tier,
-        window_s=given.minutes * 60 / given.pace,
-        limit_s=SLOW * quantile([alone_s(row) for row in rows], 0.9),
+        window_s=minutes * 60 / pace,
+        limit_s=limit_s(rows),
     )
 
 

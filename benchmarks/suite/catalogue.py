@@ -241,6 +241,17 @@ _CLUSTER = (
         keeps_state=True,
     ),
     Part(
+        "cache_tier",
+        "What does a memory tier add to that?",
+        22,
+        "cache_tier",
+        SERVING,
+        "benchmarks.cache_tier",
+        WITH_TRACES,
+        needs=(TRACES,),
+        keeps_state=True,
+    ),
+    Part(
         "cache_simulation",
         "What would caches, fetching and a memory tier bring to a large cluster that is 70 % busy? Simulated",
         10,

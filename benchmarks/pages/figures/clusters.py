@@ -139,6 +139,19 @@ def cache_routing(result: Result, kind: str) -> Sequence[Figure]:
     ]
 
 
+def cache_tier(result: Result, kind: str) -> Sequence[Figure]:
+    """With a memory tier, beside what one cache could have, and the simulator."""
+    measured, simulated, gap = result["measured"], result["simulated"], result["gap_closed"]
+    times = ("ttft_p50_s", "ttft_p99_s")
+    off = max(abs(simulated["tier"][time] / measured[time] - 1) for time in times)
+    return [
+        Figure("cached tokens / the bound for pools and tier", measured["hit_share"] / result["bound"], goal=at_least(0.95)),
+        Figure("gap to one ideal cache closed, TTFT p50", 100 * gap["ttft_p50_s"], "%", 0, goal=at_least(80)),
+        Figure("gap to one ideal cache closed, TTFT p99", 100 * gap["ttft_p99_s"], "%", 0, goal=at_least(80)),
+        Figure("the simulator's TTFT is off by at most", 100 * off, "%", 0, goal=at_most(10)),
+    ]
+
+
 def cache_simulation(result: Result, kind: str) -> Sequence[Figure]:
     """The share of the gap between load alone and one ideal cache that is closed."""
     closed = result["gap_closed"].get("tier", {})
@@ -234,6 +247,7 @@ EXTRACT = {
     "cut_streams": cut_streams,
     "handoff": handoff,
     "cache_routing": cache_routing,
+    "cache_tier": cache_tier,
     "cache_simulation": cache_simulation,
     "cache_sources": cache_sources,
     "cached_chats": cached_chats,
