@@ -1,4 +1,4 @@
-"""One dense decoder for Llama, Qwen2 and Qwen3: RMSNorm, rotary grouped-query attention, SwiGLU.
+"""One dense decoder for Llama, Mistral, Qwen2 and Qwen3: RMSNorm, rotary grouped-query attention, SwiGLU.
 
 The families differ in flags of `ModelFacts`: biases on q, k and v (Qwen2), a norm on each head of q and k (Qwen3),
 stretched rotary frequencies (Llama 3.1), an output head of its own or tied to the embedding.

@@ -27,9 +27,11 @@ def audit_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def closed(serve: Callable[..., Any], audit_log: Path) -> Any:
+    rates = audit_log.with_name("rates.yaml")
+    rates.write_text("tiers: {standard: {requests_per_minute: 100000}}\n")
     logs = {"RAY_ROTATION_MAX_BYTES": str(LOG_BYTES), "RAY_ROTATION_BACKUP_COUNT": "1"}
     flags = ["--max-model-len", "512", "--audit-log", str(audit_log)]
-    flags += ["--usage-log", str(audit_log.with_name("usage.jsonl"))]
+    flags += ["--usage-log", str(audit_log.with_name("usage.jsonl")), "--config", str(rates)]
     served = serve(*flags, environment=logs)
     served.wait_ready()
     return served
