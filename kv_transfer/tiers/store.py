@@ -37,7 +37,7 @@ T = TypeVar("T")
 _NOTED = 1024
 """Blocks that were read and not yet noted as used in the index, at most."""
 _OPENING_S = 1.0
-"""How long opening waits for files and index to be in line. Files found later are told as changes."""
+"""How long opening waits for files and index to be in line."""
 _ATTEMPTS = 3
 
 
@@ -46,9 +46,6 @@ class StoreStats:
     """What one store has done since it was opened."""
 
     stored: int = 0
-    hits: int = 0
-    misses: int = 0
-    """Blocks that `get` did not give out, for whatever reason."""
     evicted: int = 0
     damaged: int = 0
     foreign: int = 0
@@ -149,12 +146,9 @@ class BlockStore:
         """Read a block into `parts`. If it returns False, they may hold anything."""
         inspected = Inspected(Found.MISSING) if self._current.get() is None else self._files.read(key, parts)
         if inspected.found is not Found.WHOLE:
-            with self._lock:
-                self._counts.misses += 1
             self._ask(lambda index: self._pairs.forget(index, key, inspected), None)
             return False
         with self._lock:
-            self._counts.hits += 1
             self._counts.bytes_read += self._block_bytes
         self._note(key)
         return True
@@ -172,19 +166,6 @@ class BlockStore:
                 if erased is not None:
                     return erased
         raise UnavailableError(f"{self._folder}: blocks could not be erased")
-
-    def changes(self, after: int) -> tuple[int, list[tuple[bytes, bool]]] | None:
-        """Return the number of the latest change, and the changes after number `after`: a key, and whether it was gained.
-
-        None if some of them are not kept, or are of a former index: then ask what is held.
-        """
-        self.note_uses()
-        return self._ask(lambda index: index.changes(after), None)
-
-    def held(self) -> tuple[int, list[bytes]]:
-        """Return the number of the latest change, and the keys of all blocks."""
-        nothing: tuple[int, list[bytes]] = (0, [])
-        return self._ask(StoreIndex.held, nothing)
 
     def note_uses(self) -> None:
         """Let other processes know which blocks were used: each evicts by what it knows."""

@@ -1,15 +1,13 @@
-"""The index of a folder of blocks: which there are, when each was last used, and what has changed. A SQLite database.
+"""The index of a folder of blocks: which there are, and when each was last used. A SQLite database.
 
     insert ──► a row of `blocks` ──► delete
-        └── triggers count it in `state` and log it in `changes` ──┘
+        └── triggers count it in `state` ──┘
 
 All processes of a node that share the folder use one database, and each change is one short transaction. A process that is
 killed leaves no half of one. The database is never synced to the disk: a power cut may damage it, and then the files say which
 blocks there are (`kv_transfer.tiers.pairs`).
 
 The last use of a block is a time in ns that only grows: where the clock has been set back, one more than the latest.
-Changes are numbered beginning with the time at which the database was made, so that no number of a former one is taken for one
-of this one.
 
 Whatever is wrong with the database raises sqlite3.Error. `is_damage` tells what only a new database can mend.
 """
@@ -24,9 +22,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from secrets import token_hex
 from threading import Lock
+from typing import Any
 
-KEPT_CHANGES = 131_072
-"""Number of the latest changes that are kept."""
 _BUSY_S = 1.0
 """How long to wait for another process's transaction."""
 _MATCHED = 256
@@ -41,17 +38,12 @@ CREATE TABLE blocks (
     last_use INTEGER NOT NULL CHECK (typeof(last_use) = 'integer')
 ) WITHOUT ROWID;
 CREATE INDEX by_use ON blocks (last_use);
-CREATE TABLE changes (number INTEGER PRIMARY KEY, key BLOB NOT NULL, gained INTEGER NOT NULL);
-CREATE TABLE state (described BLOB NOT NULL, blocks INTEGER NOT NULL, bytes INTEGER NOT NULL, latest INTEGER NOT NULL);
+CREATE TABLE state (described BLOB NOT NULL, blocks INTEGER NOT NULL, bytes INTEGER NOT NULL);
 CREATE TRIGGER block_gained AFTER INSERT ON blocks BEGIN
-    UPDATE state SET blocks = blocks + 1, bytes = bytes + new.bytes, latest = latest + 1;
-    INSERT INTO changes SELECT latest, new.key, 1 FROM state;
-    DELETE FROM changes WHERE number <= (SELECT latest FROM state) - {kept};
+    UPDATE state SET blocks = blocks + 1, bytes = bytes + new.bytes;
 END;
 CREATE TRIGGER block_lost AFTER DELETE ON blocks BEGIN
-    UPDATE state SET blocks = blocks - 1, bytes = bytes - old.bytes, latest = latest + 1;
-    INSERT INTO changes SELECT latest, old.key, 0 FROM state;
-    DELETE FROM changes WHERE number <= (SELECT latest FROM state) - {kept};
+    UPDATE state SET blocks = blocks - 1, bytes = bytes - old.bytes;
 END;
 """
 _UNREADABLE = {sqlite3.SQLITE_IOERR_READ, sqlite3.SQLITE_IOERR_SHORT_READ, sqlite3.SQLITE_IOERR_CORRUPTFS}
@@ -169,9 +161,8 @@ class StoreIndex:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))  # SQLite would open it to all
         connection = _connect(path)
         try:
-            first = time.time_ns() // 1000
-            connection.executescript("BEGIN;" + _SCHEMA.format(kept=KEPT_CHANGES))
-            connection.execute("INSERT INTO state VALUES (?, 0, 0, ?)", (described, first))
+            connection.executescript("BEGIN;" + _SCHEMA)
+            connection.execute("INSERT INTO state VALUES (?, 0, 0)", (described,))
             connection.execute("COMMIT")
         finally:
             connection.close()
@@ -241,39 +232,27 @@ class StoreIndex:
             right = "SELECT (blocks, bytes) = (SELECT count(*), coalesce(sum(bytes), 0) FROM blocks) FROM state"
             return bool(self._reader.execute(right).fetchone() == (1,))
 
-    def held(self) -> tuple[int, list[bytes]]:
-        """Return the number of the latest change, and the keys of all blocks after it."""
-        with self._snapshot() as latest:
-            return latest, [_key(key) for (key,) in self._reader.execute("SELECT key FROM blocks")]
-
-    def changes(self, after: int) -> tuple[int, list[tuple[bytes, bool]]] | None:
-        """Return the number of the latest change, and all after the one given; None if some of them are not kept."""
-        with self._snapshot() as latest:
-            found = self._reader.execute("SELECT key, gained FROM changes WHERE number > ? ORDER BY number", (after,))
-            since = [(_key(key), bool(gained)) for key, gained in found]
-        return (latest, since) if len(since) == latest - after else None
-
     def close(self) -> None:
         """Close the database, once nobody is using it."""
         with self._reading, self._writing:
             self._reader.close()
             self._writer.close()
 
-    @contextmanager
-    def _snapshot(self) -> Iterator[int]:
-        """See the database as it is at one moment, and the number of its latest change."""
-        with self._reading:
-            self._reader.execute("BEGIN")
-            try:
-                yield _whole(self._reader.execute("SELECT latest FROM state").fetchone())
-            finally:
-                with suppress(sqlite3.Error):
-                    self._reader.execute("ROLLBACK")
+
+class _Connection(sqlite3.Connection):
+    def execute(self, *args: Any) -> sqlite3.Cursor:
+        """As sqlite3's. An error that quotes a damaged schema is no text, which sqlite3 does not expect."""
+        try:
+            return super().execute(*args)
+        except UnicodeDecodeError as error:
+            raise DamagedIndexError(f"an error that can't be read: {error.object!r}") from None
 
 
 def _connect(path: Path) -> sqlite3.Connection:
     uri = f"{path.absolute().as_uri()}?mode=rw"
-    connection = sqlite3.connect(uri, timeout=_BUSY_S, isolation_level=None, check_same_thread=False, uri=True)
+    connection = sqlite3.connect(
+        uri, timeout=_BUSY_S, isolation_level=None, check_same_thread=False, factory=_Connection, uri=True
+    )
     connection.text_factory = bytes  # there is no text in it, unless it is damaged
     try:
         connection.execute("PRAGMA journal_mode = WAL")

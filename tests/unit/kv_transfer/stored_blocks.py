@@ -42,6 +42,12 @@ def get(store: BlockStore, of: bytes) -> bool:
     return True
 
 
+def held(store: BlockStore) -> set[bytes]:
+    """The blocks of which the index knows; none if it can't be asked."""
+    nothing: set[bytes] = set()
+    return store._ask(lambda index: nothing.union(*map(index.keys_with, range(256))), nothing)
+
+
 def path_of(folder: Path, of: bytes) -> Path:
     return folder / of.hex()[:2] / of.hex()
 
@@ -57,11 +63,11 @@ def database(folder: Path) -> Path:
 
 def check_integrity(store: BlockStore, folder: Path) -> None:
     """Files, rows and counts agree, and each block that is held is right."""
-    held = set(store.held()[1])
-    assert held == files_in(folder)
-    assert (store.num_blocks, store.num_bytes) == (len(held), len(held) * FILE_BYTES)
+    there = held(store)
+    assert there == files_in(folder)
+    assert (store.num_blocks, store.num_bytes) == (len(there), len(there) * FILE_BYTES)
     assert not list((folder / "tmp").iterdir())
-    assert all(get(store, each) for each in held)
+    assert all(get(store, each) for each in there)
 
 
 def flip(path: Path, place: int, bit: int = 0) -> None:
@@ -80,7 +86,7 @@ def assert_is_removed(store: BlockStore, folder: Path, of: bytes) -> None:
     before = store.stats
     assert not get(store, of)
     after = store.stats
-    assert (after.damaged + after.foreign, after.misses) == (before.damaged + before.foreign + 1, before.misses + 1)
+    assert after.damaged + after.foreign == before.damaged + before.foreign + 1
     assert not path_of(folder, of).exists()
     assert store.match([of]) == 0
     assert put(store, of), "there is room for it again"

@@ -12,7 +12,7 @@ import pytest
 
 from kv_transfer.tiers import current_index
 from kv_transfer.tiers.store import BlockStore
-from tests.unit.kv_transfer.stored_blocks import check_integrity, database, files_in, get, key, opened, put
+from tests.unit.kv_transfer.stored_blocks import check_integrity, database, files_in, get, held, key, opened, put
 
 
 @pytest.fixture
@@ -56,6 +56,15 @@ def damage_schema(path: Path) -> None:
     connection.close()
 
 
+def damage_names(path: Path) -> None:
+    """SQLite quotes the name of a table in its error, and it is no text any more."""
+    data = path.read_bytes()
+    assert data.count(b"tablestatestate") == data.count(b"CREATE TABLE state") == 1
+    path.write_bytes(
+        data.replace(b"tablestatestate", b"table\xe3tatestate").replace(b"CREATE TABLE state", b"CREATE_TABLE state")
+    )
+
+
 def damage_counts(path: Path) -> None:
     with sqlite3.connect(path) as connection:
         connection.execute("UPDATE state SET blocks = -7, bytes = 1000000000000")
@@ -69,7 +78,7 @@ def damage_a_row(path: Path) -> None:
     connection.close()
 
 
-DAMAGES = [damage_nothing, damage_text, damage_half, damage_pages, damage_schema, Path.unlink]
+DAMAGES = [damage_nothing, damage_text, damage_half, damage_pages, damage_schema, damage_names, Path.unlink]
 
 
 @pytest.mark.parametrize("damage", [*DAMAGES, damage_counts, damage_a_row])
@@ -93,7 +102,7 @@ def test_a_damaged_index_is_made_anew_while_it_is_used(folder: Path, damage: Cal
     for number in range(100):
         put(stores[0], key(number))
     for each in stores:  # nothing of the database is in the log beside it, or remembered
-        each.held()
+        held(each)
     with sqlite3.connect(database(folder)) as connection:
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     connection.close()
@@ -101,10 +110,10 @@ def test_a_damaged_index_is_made_anew_while_it_is_used(folder: Path, damage: Cal
     for number in range(100, 110):
         for each in stores:
             each.match([key(number)])
-            each.changes(0)
+            each.note_uses()
             put(each, key(number))
             get(each, key(number))
-            each.held()
+            held(each)
     assert all(each.wait_until_found(10) for each in stores)
     stores[0].reset("nobody")
     for each in stores:
@@ -133,7 +142,7 @@ def test_flipped_bits_in_the_index(folder: Path) -> None:
         for number in chance.sample(range(70), 8):
             get(store, key(number))
             put(store, key(number))
-        store.changes(0)
+        store.note_uses()
         assert store.wait_until_found(10)
         store.close()
         assert len(files_in(folder)) <= 61, "one more if the index was lost between a file and its row"
