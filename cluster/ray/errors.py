@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from protocol.errors import TandemError, UnavailableError, WorkerLostError, first_line
@@ -22,6 +23,20 @@ async def answer(reference: Any) -> Any:
         raise WorkerLostError(_end_of(error)) from None
     except RayError as error:
         raise UnavailableError(first_line(error)) from None
+
+
+def wait_for(reference: Any, deadline_s: float | None, gone: str) -> Any:
+    """Wait in this thread for the answer of an actor or a task, and return it. A `deadline_s` of None sets no deadline.
+
+    Raises the TandemError that the actor or task raised, and UnavailableError if it died, broke or is late: `gone` is what the
+    message says then, before Ray's reason.
+    """
+    try:
+        return ray.get(reference, timeout=deadline_s)
+    except RayTaskError as error:
+        raise original(error) from None
+    except RayError as error:
+        raise UnavailableError(f"{gone}: {first_line(error)}") from None
 
 
 def original(error: RayTaskError) -> TandemError:

@@ -27,7 +27,7 @@ from cluster.ray.certificate import CertificateError, CertificateFiles, write_pa
 from cluster.ray.haproxy_guard import FrontSettings, certificate_path, settings_path
 from cluster.ray.private_folder import close_folder
 from configs.schema import ClusterConfig, HttpConfig
-from protocol.errors import ConfigError, UnavailableError, first_line
+from protocol.errors import ConfigError
 
 HEAD_RESOURCES = {"node:__internal_head__": 0.001}
 """What pins a task or an actor to the head node of a Ray cluster that was joined."""
@@ -71,17 +71,11 @@ def at_head(head_resources: dict[str, float], function: Callable[..., _T], *args
     if not head_resources:
         return function(*args)
     import ray
-    from ray.exceptions import RayError, RayTaskError
 
-    from cluster.ray.errors import original
+    from cluster.ray.errors import wait_for
 
     task = ray.remote(num_cpus=0, resources=head_resources, max_retries=0)(function)
-    try:
-        answer: _T = ray.get(task.remote(*args), timeout=_TASK_S)
-    except RayTaskError as error:
-        raise original(error) from None
-    except RayError as error:
-        raise UnavailableError(f"the head node does not answer: {first_line(error)}") from None
+    answer: _T = wait_for(task.remote(*args), _TASK_S, "the head node does not answer")
     return answer
 
 

@@ -15,13 +15,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import ray
-from ray.exceptions import RayError, RayTaskError
-
 from cluster.controller import start_controller
 from cluster.memory import WorkerMemory, most_routers
 from cluster.ray.actors import node_resources
-from cluster.ray.errors import original
+from cluster.ray.errors import wait_for
 from cluster.ray.front import at_head, check_listener, front_token, has_front, prepare
 from cluster.ray.keepers.audit import start_audit_keeper
 from cluster.ray.keepers.rates import start_rate_keeper
@@ -29,7 +26,7 @@ from cluster.ray.keepers.streams import start_stream_keeper
 from cluster.ray.placement import Room, pool_of
 from cluster.ray.serve_app import RouterArguments
 from configs.schema import ClusterConfig
-from protocol.errors import ConfigError, InvalidRequestError, UnavailableError, first_line
+from protocol.errors import ConfigError, InvalidRequestError
 from protocol.messages import Role
 
 
@@ -99,12 +96,7 @@ def ask_controller(reference: Any, deadline_s: float | None = None) -> Any:
 
     Raises the TandemError that it raised, and UnavailableError if it is gone or late.
     """
-    try:
-        return ray.get(reference, timeout=deadline_s)
-    except RayTaskError as error:
-        raise original(error) from None
-    except RayError as error:
-        raise UnavailableError(f"the controller is gone: {first_line(error)}") from None
+    return wait_for(reference, deadline_s, "the controller is gone")
 
 
 def _start_usage_keeper(config: ClusterConfig, head_resources: dict[str, float]) -> Any | None:

@@ -19,18 +19,17 @@ from typing import Any
 import ray
 from pydantic import BaseModel
 from ray import serve
-from ray.exceptions import RayError, RayTaskError
 
 from cluster.commands.lib.config_flags import FLAGS
 from cluster.gpu_shares import with_gpu_shares
 from cluster.ray.actors import node_resources
 from cluster.ray.deployment import find_or_make_deployment
-from cluster.ray.errors import original
+from cluster.ray.errors import wait_for
 from cluster.ray.front import HEAD_RESOURCES, at_head
 from cluster.ray.serve_app import RouterArguments, router_application
 from configs.loader import load_config
 from configs.schema import ClusterConfig
-from protocol.errors import ConfigError, TandemError, UnavailableError, first_line
+from protocol.errors import ConfigError, TandemError, UnavailableError
 
 _ANSWER_S = 60.0
 _FORMER_S = 120.0
@@ -100,9 +99,4 @@ def dotted(settings: Mapping[str, Any], model: type[BaseModel] = ClusterConfig, 
 
 def _ask(reference: Any, deadline_s: float | None) -> Any:
     """Raises the TandemError that the actor raised, and UnavailableError if it is gone or late."""
-    try:
-        return ray.get(reference, timeout=deadline_s)
-    except RayTaskError as error:
-        raise original(error) from None
-    except RayError as error:
-        raise UnavailableError(f"the cluster's actor on the head node is gone: {first_line(error)}") from None
+    return wait_for(reference, deadline_s, "the cluster's actor on the head node is gone")

@@ -6,10 +6,11 @@ import asyncio
 from typing import Any
 
 import pytest
-from ray.exceptions import RayActorError, RayTaskError
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from cluster.ray.errors import answer, original
-from protocol.errors import ConfigError, TandemError, WorkerLostError
+from cluster.ray.errors import answer, original, wait_for
+from protocol.errors import ConfigError, TandemError, UnavailableError, WorkerLostError
 
 DEATH = (
     "The actor died unexpectedly before finishing this task.\n\tclass_name: WorkerProcess\n"
@@ -53,4 +54,28 @@ def test_anything_else_is_a_lost_worker_in_one_line() -> None:
 def test_awaited_answers(error: Exception, message: str) -> None:
     with pytest.raises(TandemError) as caught:
         asyncio.run(answer(failing(error)))
+    assert caught.value.message == message
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (raised_in_an_actor(ConfigError("no such model")), ConfigError, "no such model"),
+        (
+            RayActorError(error_msg=DEATH),
+            UnavailableError,
+            "it is gone: The actor died unexpectedly before finishing this task.",
+        ),
+        (GetTimeoutError("not within 2 s"), UnavailableError, "it is gone: not within 2 s"),
+    ],
+)
+def test_answers_that_a_thread_waits_for(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, kind: type[TandemError], message: str
+) -> None:
+    def get(reference: Any, timeout: float | None) -> Any:
+        raise error
+
+    monkeypatch.setattr(ray, "get", get)
+    with pytest.raises(kind) as caught:
+        wait_for(None, 2.0, "it is gone")
     assert caught.value.message == message
