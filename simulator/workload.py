@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from loadtest.arrivals import planned_times, trace_times
+from loadtest.arrivals import planned_times
 from loadtest.datasets import Lengths, Sample, TraceRow, azure_rows, mooncake_rows, random_samples, trace_samples
 from loadtest.fillers import Filler
 from protocol.errors import InvalidRequestError
@@ -31,11 +31,11 @@ class Workload:
 
     def at_rate(self, rate: float) -> list[Request]:
         """The requests with Poisson arrivals, `rate` per second. Raises InvalidRequestError if the rate is not over 0."""
-        return self._requests(planned_times(len(self.samples), rate, 1.0, np.random.default_rng((self.seed, 1))))
-
-    def at_own_times(self) -> list[Request]:
-        """The requests at the times that the trace has."""
-        return self._requests(trace_times([sample.arrival_s or 0.0 for sample in self.samples], 1.0))
+        times = planned_times(len(self.samples), rate, 1.0, np.random.default_rng((self.seed, 1)))
+        return [
+            Request(index, float(at), [int(token) for token in sample.prompt], sample.output_len)
+            for index, (at, sample) in enumerate(zip(times, self.samples, strict=True))
+        ]
 
     @property
     def own_rate(self) -> float | None:
@@ -48,12 +48,6 @@ class Workload:
         """Tell whether some prompts have their first `num_tokens` in common, so that it matters what workers have cached."""
         long_enough = [sample.prompt[:num_tokens] for sample in self.samples if len(sample.prompt) >= num_tokens]
         return len(set(long_enough)) < len(long_enough)
-
-    def _requests(self, times: Sequence[float] | np.ndarray[tuple[int], np.dtype[np.float64]]) -> list[Request]:
-        return [
-            Request(index, float(at), [int(token) for token in sample.prompt], sample.output_len)
-            for index, (at, sample) in enumerate(zip(times, self.samples, strict=True))
-        ]
 
 
 def random_workload(num: int, lengths: Lengths, seed: int) -> Workload:
