@@ -12,16 +12,16 @@ import contextlib
 import dataclasses
 import gc
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, TypeVar
 
 from configs.facts import Model
 from configs.loader import served_context
 from configs.model_files.kv_window import KvWindow
 from configs.schema import ClusterConfig
-from protocol.cluster_view import RolloutOrder, WorkerState
+from protocol.cluster_view import WorkerState
 from protocol.errors import ModelNotFoundError
-from protocol.messages import Duty, Role
+from protocol.messages import Role
 from router.access.observer import Observer
 from router.access.shutdown import Shutdown
 from router.api.large.helper import BodyHelper
@@ -68,7 +68,8 @@ class Router:
         self.max_model_len = served_context(config, model.facts)
         self.started_at = int(time.time())
         self._model = model
-        self._orders = ControllerOrders(controller)
+        self.orders = ControllerOrders(controller)
+        """What operators have the controller do."""
         self.metrics = Metrics(model.facts.name, self._cluster_sample, counts)
         self._counts = counts
         caches = None
@@ -159,30 +160,6 @@ class Router:
         empty; choices that have not ended go on.
         """
         return self._generator.generate(generations, request, emitted)
-
-    async def scale(self, sizes: Mapping[Role, int], routers: int | None) -> None:
-        """Have the controller run this many workers and, unless None, so many routers. Raises as `ControllerOrders.scale`."""
-        await self._orders.scale(sizes, routers)
-
-    async def drain(self, worker_id: str, restart: bool) -> None:
-        """Have the controller empty a worker, then end or restart it. Raises as `ControllerOrders.drain`."""
-        await self._orders.drain(worker_id, restart)
-
-    async def flip(self, worker_id: str, duty: Duty) -> None:
-        """Have the controller give a worker another role. Raises as `ControllerOrders.flip`."""
-        await self._orders.flip(worker_id, duty)
-
-    async def autoscale(self, paused: str | None) -> None:
-        """Have the autoscaler pause for this reason, or go on. Raises as `ControllerOrders.autoscale`."""
-        await self._orders.autoscale(paused)
-
-    async def roll_out(self, order: RolloutOrder) -> int:
-        """Have the controller roll a new configuration out. Return its revision. Raises as `ControllerOrders.roll_out`."""
-        return await self._orders.roll_out(order)
-
-    async def abort_rollout(self) -> int:
-        """Have the controller roll back. Return the revision that is given up. Raises as `ControllerOrders.abort_rollout`."""
-        return await self._orders.abort_rollout()
 
     def health_problem(self) -> str | None:
         """Return why no request can get through, or None if one can."""

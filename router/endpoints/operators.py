@@ -98,7 +98,7 @@ class OperatorEndpoints:
         if body.routers is not None:
             given["routers"] = body.routers
         note_action(request.scope, "scale", **given)
-        await self._router.scale(sizes, body.routers)
+        await self._router.orders.scale(sizes, body.routers)
         return JSONResponse(given)
 
     async def flip(self, request: Request) -> Response:
@@ -106,7 +106,7 @@ class OperatorEndpoints:
         check_operator(self._router.config.http, request)
         body, _ = await read_body(self._router, request, FlipBody)
         note_action(request.scope, "flip", worker=body.worker_id, role=body.role)
-        await self._router.flip(body.worker_id, Duty(body.role))
+        await self._router.orders.flip(body.worker_id, Duty(body.role))
         return JSONResponse({"worker_id": body.worker_id, "role": body.role})
 
     async def autoscale(self, request: Request) -> Response:
@@ -114,7 +114,7 @@ class OperatorEndpoints:
         check_operator(self._router.config.http, request)
         body, _ = await read_body(self._router, request, AutoscaleBody)
         note_action(request.scope, "autoscale", do=body.action)
-        await self._router.autoscale("paused by hand" if body.action == "pause" else None)
+        await self._router.orders.autoscale("paused by hand" if body.action == "pause" else None)
         return JSONResponse({"action": body.action})
 
     async def drain(self, request: Request) -> Response:
@@ -122,7 +122,7 @@ class OperatorEndpoints:
         check_operator(self._router.config.http, request)
         body, _ = await read_body(self._router, request, DrainBody)
         note_action(request.scope, "drain", worker=body.worker, restart=body.restart)
-        await self._router.drain(body.worker, body.restart)
+        await self._router.orders.drain(body.worker, body.restart)
         return JSONResponse({"worker": body.worker, "restart": body.restart})
 
     async def rollout(self, request: Request) -> Response:
@@ -132,12 +132,12 @@ class OperatorEndpoints:
         body.check_together()
         if body.action == "abort":
             note_action(request.scope, "rollout", do=body.action)
-            revision = await self._router.abort_rollout()
+            revision = await self._router.orders.abort_rollout()
         else:
             assert body.config is not None, "it was checked"
             note_action(request.scope, "rollout", do=body.action, keys=sorted(body.config), canary=body.canary)
             order = RolloutOrder(body.config, body.canary, body.watch_s, body.min_requests)
-            revision = await self._router.roll_out(order)
+            revision = await self._router.orders.roll_out(order)
         return JSONResponse({"action": body.action, "revision": revision})
 
     async def cache(self, request: Request) -> Response:
