@@ -110,7 +110,8 @@ class Controller:
         if routers is not None:
             room = room.with_routers(routers)
             if routers > self._launcher.routers:
-                room.check_routers(self._supervisor.with_standby({**self._supervisor.wanted(), **sizes}))
+                pools = self._supervisor.pools
+                room.check_routers(pools.with_standby({**pools.wanted(), **sizes}))
         self._supervisor.scale(sizes, room.check, routers)
         if routers is not None:
             self._launcher.routers = routers

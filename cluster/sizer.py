@@ -138,8 +138,8 @@ class PoolSizer:
         return self._scaler
 
     def _present(self) -> Present:
-        supervisor = self._supervisor
-        return Present(supervisor.wanted(), supervisor.ready(), supervisor.start_s, supervisor.pools.both_likely)
+        pools = self._supervisor.pools
+        return Present(pools.wanted(), pools.ready(), self._supervisor.start_s, pools.both_likely)
 
     async def _decide(self) -> None:
         saved_at = time.monotonic()
@@ -163,7 +163,7 @@ class PoolSizer:
 
     async def _do(self, decision: SizeDecision, room: Room) -> None:
         """Want what there is room for. What has no room is said once."""
-        wanted = self._supervisor.wanted()
+        wanted = self._supervisor.pools.wanted()
         sizes, problem = _fitting(decision.sizes, wanted, room, self._supervisor.pools.with_few_on_standby)
         if sizes != wanted:
             try:

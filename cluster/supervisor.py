@@ -168,14 +168,6 @@ class Supervisor:
         """The pools, to read. Only `arrange` and the orders above change them."""
         return self._pools
 
-    def wanted(self) -> dict[Role, int]:
-        """Return how many workers there should be of each role."""
-        return self._pools.wanted()
-
-    def ready(self) -> dict[Role, int]:
-        """Return how many workers of each role take requests."""
-        return self._pools.ready()
-
     @property
     def can_flip(self) -> bool:
         """Whether workers can change their role."""
@@ -185,10 +177,6 @@ class Supervisor:
         """Begin the workers that are missing on standby, as far as there is room for them; returns at once."""
         if actions := self._pools.fill_standby(check_room):
             self._obey(actions)
-
-    def with_standby(self, sizes: Mapping[Role, int]) -> Mapping[Role, int]:
-        """Return sizes as they count for the room that they take."""
-        return self._pools.with_standby(sizes)
 
     def view(self) -> ClusterView:
         """Return the workers as routers and operators see them, with a version that every change raises."""

@@ -85,9 +85,9 @@ def sized(scene: Scene, settings: ClusterConfig | None = None, workers: int | Ca
 def test_a_request_wakes_a_role_at_once_and_that_is_recorded() -> None:
     async def scene(supervisor: Supervisor, sizer: PoolSizer, records: KeptRecords) -> None:
         await sizer.observe(NOTHING_ASKED)
-        assert supervisor.wanted() == {PREFILL: 1, DECODE: 0}
+        assert supervisor.pools.wanted() == {PREFILL: 1, DECODE: 0}
         await sizer.observe(replace(NOTHING_ASKED, waiting=1))
-        assert supervisor.wanted() == {PREFILL: 1, DECODE: 1}
+        assert supervisor.pools.wanted() == {PREFILL: 1, DECODE: 1}
         shown = supervisor.view().autoscaler
         assert shown is not None
         assert [each.reason for each in shown.decisions] == ["decode 0 → 1: a request waits"]
@@ -135,7 +135,7 @@ def test_it_pauses_for_a_rollout_and_for_nothing_longer() -> None:
 def test_what_has_no_room_is_not_asked_for_and_said() -> None:
     async def scene(supervisor: Supervisor, sizer: PoolSizer, records: KeptRecords) -> None:
         await sizer.observe(replace(NOTHING_ASKED, waiting=1))
-        assert supervisor.wanted() == {PREFILL: 1, DECODE: 0}
+        assert supervisor.pools.wanted() == {PREFILL: 1, DECODE: 0}
         shown = supervisor.view().autoscaler
         assert shown is not None
         assert shown.problem is not None
@@ -176,7 +176,7 @@ def test_a_size_with_which_nobody_would_compute_prompts_is_refused_and_said_once
         shown = supervisor.view().autoscaler
         assert shown is not None
         assert shown.problem == "nobody would be left who computes prompts: want a prefill worker, too"
-        assert supervisor.wanted() == {PREFILL: 0, DECODE: 1}
+        assert supervisor.pools.wanted() == {PREFILL: 0, DECODE: 1}
         assert (len(versions), shown.decisions) == (1, ())
 
     settings = config(autoscale__sizes="decode=0..4", decode__workers=1)
@@ -191,8 +191,8 @@ def test_a_standby_in_the_last_place_takes_over_and_is_replaced_when_there_is_ro
         nonlocal places
         await sizer.pause("by hand")
         await sizer.observe(replace(NOTHING_ASKED, waiting=1))
-        assert supervisor.wanted() == {PREFILL: 1, DECODE: 1}
-        assert supervisor.ready() == {PREFILL: 1, DECODE: 1}, "nobody had to start"
+        assert supervisor.pools.wanted() == {PREFILL: 1, DECODE: 1}
+        assert supervisor.pools.ready() == {PREFILL: 1, DECODE: 1}, "nobody had to start"
         shown = supervisor.view().autoscaler
         assert shown is not None
         assert shown.problem is None

@@ -586,7 +586,7 @@ def test_an_order_is_answered_also_where_nothing_can_be_recorded(monkeypatch: py
             await supervisor.start()
             supervisor.scale({Role.DECODE: 2}, anything_fits)
             await supervisor.saved()
-            assert supervisor.wanted()[Role.DECODE] == 2
+            assert supervisor.pools.wanted()[Role.DECODE] == 2
             await supervisor.close()
 
     asyncio.run(run())
