@@ -3,14 +3,13 @@
     __init__ (cheap) ──► start (model loaded, socket listens) ──► run … ──► stop
                                                                    └── drain: no new work, returns when idle
 
-`cluster` makes these classes Ray actors and awaits `run`: its end is the worker's end. Nothing here knows Ray, so tests run
-the same actors in one process.
+The process of the worker's first rank (cluster.ray.worker_process), which is the Ray actor, makes one of these and awaits
+`run`: its end is the worker's end. Nothing here knows Ray, so tests run the same classes in one process.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 from abc import ABC, abstractmethod
 from typing import Protocol
 
@@ -69,9 +68,6 @@ class WorkerActor(ABC):
 
     async def stop(self) -> None:
         self._stopped.set()
-
-    async def pid(self) -> int:
-        return os.getpid()
 
     def _started(self) -> Worker:
         assert self._worker is not None, "start comes first"
