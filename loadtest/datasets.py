@@ -138,7 +138,7 @@ def azure_rows(path: Path) -> list[TraceRow]:
 
     Raises InvalidRequestError if the file can't be read, or holds something else.
     """
-    text = _read(path)
+    text = read_text(path)
     reader = csv.DictReader(text.splitlines())
     try:
         columns = reader.fieldnames or ()
@@ -168,7 +168,7 @@ def mooncake_rows(path: Path) -> list[TraceRow]:
     Raises InvalidRequestError if the file can't be read, or holds something else.
     """
     rows = []
-    for number, line in enumerate(_read(path).splitlines(), start=1):
+    for number, line in enumerate(read_text(path).splitlines(), start=1):
         if not line.strip():
             continue
         try:
@@ -190,7 +190,7 @@ def conversations(path: Path) -> list[tuple[str, str]]:
     Raises InvalidRequestError if the file can't be read, or holds something else.
     """
     try:
-        entries = json.loads(_read(path))
+        entries = json.loads(read_text(path))
         found = [_first_turns(entry) for entry in entries]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise _bad(path, None, f"no list of conversations: {type(error).__name__} {error}") from None
@@ -202,7 +202,12 @@ def conversations(path: Path) -> list[tuple[str, str]]:
 
 def read_text(path: Path) -> str:
     """Read a text file. Raises InvalidRequestError if it can't be read."""
-    return _read(path)
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InvalidRequestError(f"{path}: can't be read: {error.strerror}", param="dataset_path") from None
+    except UnicodeDecodeError:
+        raise InvalidRequestError(f"{path}: this is no UTF-8 text", param="dataset_path") from None
 
 
 def _first_turns(entry: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -245,15 +250,6 @@ def _row(path: Path, line: int, arrival_s: float, input_len: int, output_len: in
     if input_len < 0 or output_len < 0 or not math.isfinite(arrival_s) or any(each < 0 for each in hash_ids):
         raise _bad(path, line, "lengths and hashes must not be negative, nor times infinite")
     return TraceRow(arrival_s=arrival_s, input_len=input_len, output_len=output_len, hash_ids=hash_ids)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise InvalidRequestError(f"{path}: can't be read: {error.strerror}", param="dataset_path") from None
-    except UnicodeDecodeError:
-        raise InvalidRequestError(f"{path}: this is no UTF-8 text", param="dataset_path") from None
 
 
 def _bad(path: Path, line: int | None, problem: str) -> InvalidRequestError:
