@@ -110,7 +110,7 @@ def tier_bytes(config: ClusterConfig) -> int:
     gib = config.kv_offloading.memory_gib or 0.0
     if config.engine != "paced":
         return int(gib * 2**30)
-    return int(gib * 2**30 / (load_paced_profile(config.paced_profile).kv_token_bytes * config.block_size)) * _PAGE_BYTES
+    return load_paced_profile(config.paced_profile).num_blocks(gib, config.block_size) * _PAGE_BYTES
 
 
 def role_memory(config: ClusterConfig, facts: ModelFacts) -> Mapping[Role, WorkerMemory]:

@@ -77,6 +77,10 @@ class PacedProfile(StepTimes):
     figures: Mapping[str, Figure] = Field(default_factory=dict)
     """Name to figure, for profiles that are estimates: what they were made of."""
 
+    def num_blocks(self, gib: float, block_size: int) -> int:
+        """Return how many whole blocks of `block_size` tokens of the model's KV there are in so many GiB."""
+        return int(gib * 2**30 / (self.kv_token_bytes * block_size))
+
     def step_s(self, chunks: list[tuple[int, int]], contexts: list[int]) -> float:
         """Seconds of a step of parts of prompts (start, number of tokens), and of streams that have so many tokens each.
 

@@ -229,8 +229,7 @@ def _file_sizes(config: ClusterConfig, gib: float, block_bytes: int) -> int:
     """Bytes of files for tiers of so many GiB of KV. Those of a paced worker's blocks are few."""
     if config.engine != "paced":
         return int(gib * GIB)
-    real = load_paced_profile(config.paced_profile).kv_token_bytes * config.block_size
-    return int(gib * GIB / real) * file_bytes(block_bytes)
+    return load_paced_profile(config.paced_profile).num_blocks(gib, config.block_size) * file_bytes(block_bytes)
 
 
 def _block_s(config: ClusterConfig, name: str) -> float:
