@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.cache_bounds import hit_share
-from benchmarks.lib.conversations import MINUTES, TPOT_S, TRACE, WORKERS, conversations, limit_s, quantile
+from benchmarks.lib.conversations import MINUTES, TPOT_S, TRACE, WORKERS, conversations, limit_s
 from benchmarks.lib.environment import write_result
 from benchmarks.lib.journal import add_state, journal_of
 from benchmarks.lib.load import Trace, bench_options, put_load
+from benchmarks.lib.quantiles import quantile
 from benchmarks.lib.servers import HOST, cluster
 from configs.paced.profile import DEFAULT_PROFILE, load_paced_profile
 from loadtest.datasets import TraceRow

@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.cache_bounds import hit_share
-from benchmarks.lib.conversations import MINUTES, TPOT_S, TRACE, WORKERS, conversations, limit_s, quantile
+from benchmarks.lib.conversations import MINUTES, TPOT_S, TRACE, WORKERS, conversations, limit_s
 from benchmarks.lib.environment import write_result
 from benchmarks.lib.journal import add_state, journal_of
+from benchmarks.lib.quantiles import quantile
 from configs.loader import load_config
 from configs.paced.profile import DEFAULT_PROFILE, PacedProfile, load_paced_profile
 from loadtest.datasets import TraceRow

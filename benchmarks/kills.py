@@ -26,7 +26,8 @@ import httpx
 
 from benchmarks.lib.environment import operators, write_result
 from benchmarks.lib.journal import Journal, add_state, journal_of
-from benchmarks.lib.lanes import Lanes, quantile
+from benchmarks.lib.lanes import Lanes
+from benchmarks.lib.quantiles import quantile
 from benchmarks.lib.servers import HOST, cluster
 from benchmarks.lib.streams import Answered, Request
 

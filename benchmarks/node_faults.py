@@ -32,9 +32,10 @@ import httpx
 
 from benchmarks.lib.environment import operators, save_result
 from benchmarks.lib.journal import Journal, add_state, journal_of
-from benchmarks.lib.lanes import Lanes, ReturningLanes, quantile
+from benchmarks.lib.lanes import Lanes, ReturningLanes
 from benchmarks.lib.machines import enter_own_network
 from benchmarks.lib.node_site import FLOWING_S, NODES, Site
+from benchmarks.lib.quantiles import quantile
 from benchmarks.lib.ray_nodes import ADMIN_KEY, REDIS, RayNodes, ray_nodes
 from benchmarks.lib.streams import Answered, Request
 from configs.schema import LimitsConfig

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 import httpx
 
-from benchmarks.lib.lanes import quantile
+from benchmarks.lib.quantiles import quantile
 from benchmarks.lib.rough_proxy import RoughProxy
 from benchmarks.lib.streams import Answered, Request
 

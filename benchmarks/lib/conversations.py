@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.lib.quantiles import quantile
 from configs.paced.profile import DEFAULT_PROFILE, load_paced_profile
 from loadtest.datasets import TraceRow, mooncake_rows
 
@@ -24,11 +25,6 @@ def conversations(path: Path, minutes: float) -> list[TraceRow]:
 def limit_s(rows: Sequence[TraceRow]) -> float:
     """Seconds within which a first token is in time: twice the p90 of requests that are alone."""
     return _SLOW * quantile([_alone_s(row) for row in rows], 0.9)
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    """The value below which this share of all lies."""
-    return sorted(values)[min(len(values) - 1, int(len(values) * share))]
 
 
 def _alone_s(row: TraceRow) -> float:

@@ -100,9 +100,3 @@ class ReturningLanes(Lanes):
         self.counts.asked_anew += bool(broken.times)
         self.running[number] = Answered(broken.request, asked_at=broken.asked_at)
         await asyncio.sleep(_COME_BACK_S)
-
-
-def quantile(values: Sequence[float], share: float = 0.99) -> float:
-    """The value below which this share of the values lies."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, round(share * (len(ordered) - 1)))]

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.lib.lanes import quantile
+from benchmarks.lib.quantiles import quantile
 from benchmarks.pages.figure import Figure, at_least, at_most
 
 Result = Mapping[str, Any]
