@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -28,6 +27,7 @@ from typing import Any
 from telemetry.usage.event import UsageEvent, month_of, parse_line
 from telemetry.usage.ledger import MonthNews, MonthUse, UsageLedger
 from telemetry.usage.log_files import Place, UsageLog, whole_lines
+from telemetry.usage.replacing import replace_file
 from telemetry.usage.totals import KafkaState, write_totals
 
 log = logging.getLogger(__name__)
@@ -171,18 +171,8 @@ class UsageBook:
     def _save_state(self) -> None:
         place = self.log.end
         state = {"version": _VERSION, "place": place, "ledger": self._ledger.as_json()}
-        replace_file(self._state_path, json.dumps(state, separators=(",", ":")).encode())
+        replace_file(self._state_path, json.dumps(state, separators=(",", ":")).encode(), sync=True)
         self._saved = place
-
-
-def replace_file(path: Path, data: bytes) -> None:
-    """Put data into a file as a whole, on disk, readable by its owner alone. Raises OSError if that fails."""
-    beside = path.with_name(f"{path.name}.new")
-    with open(beside, "wb", opener=_private) as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
 
 
 def read_place(found: Sequence[Any]) -> Place:
@@ -210,7 +200,3 @@ def read_state(log_path: Path) -> tuple[Place, UsageLedger] | None:
 
 def _state_path(log_path: Path) -> Path:
     return log_path.with_name(f"{log_path.name}.state")
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)

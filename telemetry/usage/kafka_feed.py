@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from protocol.errors import ConfigError
-from telemetry.usage.book import read_place, replace_file
+from telemetry.usage.book import read_place
 from telemetry.usage.log_files import Place, UsageLog, whole_lines
+from telemetry.usage.replacing import replace_file
 from telemetry.usage.totals import KafkaState
 
 if TYPE_CHECKING:
@@ -269,7 +270,7 @@ class KafkaFeed:
         """Keep the place. If that fails, what was sent since is sent again after the next start."""
         kept = {"topic": self._target.topic, "place": self._place, "lost": self._num_lost}
         try:
-            replace_file(self._path, json.dumps(kept).encode())
+            replace_file(self._path, json.dumps(kept).encode(), sync=True)
         except OSError as error:
             log.error("%s can't be written: %s", self._path, error.strerror)
 

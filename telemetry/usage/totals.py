@@ -7,7 +7,6 @@ the log at any time, whichever router is asked, and whoever was killed meanwhile
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from telemetry.usage.ledger import UsageLedger
+from telemetry.usage.replacing import replace_file
 
 TOTALS = "usage.json"
 """The name of the file in the counts folder."""
@@ -45,10 +45,8 @@ def write_totals(path: Path, ledger: UsageLedger, kafka: KafkaState | None) -> N
     """Replace the file. Raises OSError if that fails."""
     totals = {model: {tenant: each.as_json() for tenant, each in tenants.items()} for model, tenants in ledger.totals.items()}
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    beside = path.with_suffix(".new")
-    with open(beside, "w", opener=_private) as file:
-        json.dump({"totals": totals, "kafka": None if kafka is None else asdict(kafka)}, file, separators=(",", ":"))
-    os.replace(beside, path)
+    shown = {"totals": totals, "kafka": None if kafka is None else asdict(kafka)}
+    replace_file(path, json.dumps(shown, separators=(",", ":")).encode(), sync=False)
 
 
 class UsageTotals(Collector):
@@ -88,7 +86,3 @@ def _of_kafka(state: KafkaState) -> Iterator[Metric]:
     yield CounterMetricFamily("tandem:usage_kafka_lost_events", text, state.lost)
     text = "Batches of lines that Kafka did not confirm in time, and that are sent again."
     yield CounterMetricFamily("tandem:usage_kafka_failed_batches", text, state.failures)
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
