@@ -30,7 +30,7 @@ from benchmarks.lib.goodput_report import Entry
 from benchmarks.lib.journal import add_state, journal_of
 from benchmarks.lib.load import Prompts, bench_options, put_load, warm_up
 from benchmarks.lib.servers import System, add_options, chosen, serving, turns
-from benchmarks.lib.slo import COARSE, LOWEST_STEP, SLOS, STEPS_PER_DOUBLING, bracket, count_met, next_step, rate_of
+from benchmarks.lib.slo import LOWEST_STEP, SLOS, STEPS_PER_DOUBLING, bracket, count_met, next_step, rate_of
 from benchmarks.lib.workloads import TRACES, WORKLOADS, described, prompts_of
 from loadtest.bench import Finished
 
@@ -113,8 +113,8 @@ def requests_at(rate: float, seconds: float) -> int:
 
 
 def seed_of(seed: int, step: int) -> int:
-    """Of the prompts and arrivals of a run: the same for all systems, others for each three rates."""
-    return 1000 * seed + (step - LOWEST_STEP) // COARSE
+    """Of the prompts and arrivals of a run: the same for all systems, others for each rate, so that no cache has them."""
+    return 1000 * seed + step - LOWEST_STEP
 
 
 def first_step(known: list[Entry], workload: str, system: str) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.goodput import seed_of
-from benchmarks.lib.slo import COARSE, HIGHEST_STEP, LOWEST_STEP, SLOS, rate_of
+from benchmarks.lib.slo import HIGHEST_STEP, LOWEST_STEP, SLOS, rate_of
 from benchmarks.simulate import compared, like, table, workload_of
 from configs.loader import load_config
 from simulator.profile import LAPTOP, Profile
@@ -44,8 +44,8 @@ def test_a_rate_that_was_nowhere_good_has_no_ratio() -> None:
 
 
 def test_each_rate_and_seed_has_its_own_prompts() -> None:
-    seeds = {seed_of(seed, step) for seed in range(3) for step in range(LOWEST_STEP, HIGHEST_STEP, COARSE)}
-    assert len(seeds) == 3 * (HIGHEST_STEP - LOWEST_STEP) // COARSE
+    seeds = {seed_of(seed, step) for seed in range(3) for step in range(LOWEST_STEP, HIGHEST_STEP)}
+    assert len(seeds) == 3 * (HIGHEST_STEP - LOWEST_STEP)
     first, again, other = (workload_of("200-in-200-out", NONE, 5, seed).at_rate(2.0) for seed in (1, 1, 2))
     assert [request.arrival for request in first] == [request.arrival for request in again]
     assert first[0].token_ids == again[0].token_ids != other[0].token_ids
