@@ -17,6 +17,7 @@ from prefill_workers.worker import PrefillWorker
 from protocol.messages import Role
 from worker.core import NICENESS, WorkerCore
 from worker.rank import follower_of
+from worker.tiers import opened_tiers
 
 
 class FirstRankOfWorker(FirstRankActor):
@@ -45,10 +46,10 @@ class FirstRankOfWorker(FirstRankActor):
         pool, wanted, encrypt = rank.runner.pool, self._config.transport, self._config.encrypt_kv
         receiving = receiving_transports(wanted, self._host, pool.data.device, encrypt=encrypt)
         sending = sending_transports(wanted, self._host, pool.data, pool.memory_fd, encrypt=encrypt)
-        core = WorkerCore(rank, receiving, at_configured_pace(self._config, sending), NICENESS[self._role])
+        tiers = await opened_tiers(rank)
+        core = WorkerCore(rank, receiving, at_configured_pace(self._config, sending), NICENESS[self._role], tiers)
         PrefillWorker(core)
         DecodeWorker(core)
-        await core.open_tiers()
         return core
 
 

@@ -52,6 +52,7 @@ from worker.roles import RoleBooks, RoleWork
 from worker.steps import Steps
 
 if TYPE_CHECKING:  # imported only where tiers are configured, and where there is a GPU
+    from kv_transfer.tiers.node_tiers import Tiers
     from kv_transfer.tiers.worker_tiers import WorkerTiers
     from worker.gpus import GpuWatch
 
@@ -68,9 +69,10 @@ class WorkerCore:
         receiving: Sequence[ReceiveTransport],
         sending: Sequence[SendTransport],
         niceness: int = 0,
+        tiers: Tiers | None = None,
     ) -> None:
         """`receiving` and `sending` are the ways that KV can come and leave, the best first. `niceness` is that of the thread
-        that computes.
+        that computes. `tiers` are the worker's from now on (`worker.tiers`).
         """
         config, runner, gang, pool, limits = rank.config, rank.runner, rank.gang, rank.runner.pool, rank.config.limits
         self.rank = rank
@@ -113,37 +115,21 @@ class WorkerCore:
         self._roles: list[RoleWork] = []
         self._idle = asyncio.Event()
         self._tasks = asyncio.TaskGroup()
-        self.tiers = self._opened_tiers()
+        self.tiers = None if tiers is None else self._with_tiers(tiers)
         self._resets = Resets(self.cache, self.tiers, self.endpoint.send, self.spawn)
         self._gpus = _watch_of([uuid_of(pool.data.device), *gang.gpus])
 
-    def _opened_tiers(self) -> WorkerTiers | None:
-        """The tiers of the worker's node, if its configuration wants some. Raises ConfigError if a folder can't be used."""
-        if not self.config.kv_offloading.wanted:
-            return None
+    def _with_tiers(self, tiers: Tiers) -> WorkerTiers:
         from kv_transfer.tiers.worker_tiers import WorkerTiers
 
-        rank, runner = self.rank, self.rank.runner
         return WorkerTiers(
-            rank.config,
-            runner.pool.data,
-            runner.layout(),
-            rank.me.arithmetic,
-            rank.secret,
-            self.gang.askers(),
+            tiers,
+            self.config,
             self.cache,
             lambda: max(role.token_s for role in self._roles),
             self.changed,
             lambda: be_nice(PREFILL_NICENESS),
         )
-
-    async def open_tiers(self) -> None:
-        """Have all ranks open the tiers of their nodes, if the configuration wants some. Called once, before `run`.
-
-        Raises ConfigError if a folder can't be used.
-        """
-        if self.tiers is not None:
-            await self.tiers.open_others()
 
     def add(self, role: RoleWork) -> None:
         """Have the worker do the work of this role, too. Called before `run`."""

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from configs.schema import ClusterConfig, PoolConfig
-from engine.niceness import PREFILL_NICENESS, be_nice
 from engine.ranks.follower import Follower, Share
 from engine.ranks.share import follower
 from engine.runner import Runner
@@ -16,6 +15,7 @@ from kv_transfer.progress import StepProgress
 from kv_transfer.remote_lanes import LaneHost
 from kv_transfer.transport import ReceiveTransport, SendTransport
 from protocol.gang import STEP_LEASES
+from worker.tiers import tier_host
 
 if TYPE_CHECKING:  # imported only where tiers are configured
     from kv_transfer.tiers.gang_tiers import TierHost
@@ -31,19 +31,6 @@ def follower_of(config: ClusterConfig, pool: PoolConfig, secret: bytes, host: st
         return share_of(runner, receiving, sending, config.limits.lease_s, tiers)
 
     return follower(config, pool, share, secret=secret, host=host, rank=rank, threads=threads)
-
-
-def tier_host(config: ClusterConfig, runner: Runner, secret: bytes, rank: int, num_ranks: int) -> TierHost | None:
-    """What serves the tiers of a rank's node to the worker's first rank, if the configuration wants some."""
-    if not config.kv_offloading.wanted:
-        return None
-    from kv_transfer.tiers.gang_tiers import TierHost
-    from kv_transfer.tiers.node_tiers import NodeTiers, open_tiers
-
-    def opened(arithmetic: str) -> NodeTiers:
-        return open_tiers(config, runner.pool.data, runner.layout(), arithmetic, secret, rank, num_ranks)
-
-    return TierHost(opened, lambda: be_nice(PREFILL_NICENESS))
 
 
 def share_of(

@@ -4,8 +4,8 @@
                 match, reset   ──► itself: all ranks of a worker are on one node, and share its folders
 
 A call returns when all ranks are done with it, so that nobody writes into a pool any more. A rank that is lost, or fails, has
-read nothing; losing one ends the worker. Ranks compute the same bits whenever they compute a block, so shares that were written
-at different times fit each other.
+read nothing; losing one ends the worker. Shares that were written at different times fit each other as blocks of
+different times do: ranks compute the same bits whenever they compute a block, unless their arithmetic varies.
 """
 
 from __future__ import annotations
@@ -75,13 +75,18 @@ class GangTiers:
     def put(self, key: bytes, salt: str, block: int) -> None:
         """Write a block, which nobody writes meanwhile, into each tier that does not have it."""
         asked = self._ask(lambda call_id: TierWrite(call_id, key, salt, block), TierDone)
-        self._own.put(key, salt, block)
-        self._answers(asked)
+        try:
+            self._own.put(key, salt, block)
+        finally:
+            self._answers(asked)
 
     def get(self, name: str, keys: Sequence[bytes], blocks: Sequence[int]) -> int:
         """Read blocks of the caller's own from a tier, one for each key. Returns how many of the first ones all ranks had."""
         asked = self._ask(lambda call_id: TierRead(call_id, name, tuple(keys), tuple(blocks)), TierDone)
-        own, answers = self._own.get(name, keys, blocks), self._answers(asked)
+        try:
+            own = self._own.get(name, keys, blocks)
+        finally:
+            answers = self._answers(asked)
         return 0 if answers is None else min(own, *(answer.count for answer in answers))
 
     def reset(self, tenant: str | None) -> int:

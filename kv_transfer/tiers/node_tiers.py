@@ -38,7 +38,10 @@ GIB = 2**30
 @dataclass(frozen=True)
 class _Tier:
     store: BlockStore
-    occupied: Occupied
+    occupied: Occupied | None
+    """None at a rank that is not its worker's first, which occupies the folder for all of them. The others may be killed once
+    it has ended, so they must not keep it from being removed.
+    """
     block_s: float
     """Seconds that reading a block takes at least."""
 
@@ -158,7 +161,8 @@ class NodeTiers:
         """Let go of the folders."""
         for tier in self._tiers.values():
             tier.store.close()
-            tier.occupied.leave()
+            if tier.occupied is not None:
+                tier.occupied.leave()
 
     def _shares(self, keys: Sequence[bytes], rank: int) -> Sequence[bytes]:
         """The keys of a rank's shares."""
@@ -179,11 +183,12 @@ def open_tiers(
     rank: int = 0,
     num_ranks: int = 1,
 ) -> NodeTiers:
-    """Open the tiers of a rank with this pool, as the configuration wants them. `arithmetic` is that of its whole worker.
+    """Open the tiers of a rank with this pool, as the configuration wants them. `arithmetic` is that of its whole worker. Takes
+    seconds where a disk is slow, or where much is left of former clusters.
 
     Raises ConfigError if a folder can't be used, or is too small.
     """
-    wanted = config.kv_offloading
+    wanted, first = config.kv_offloading, rank == 0
     described = _described(config, layout, arithmetic, num_ranks)
     block_bytes = pool_blocks(pool).block_bytes
     tiers: dict[str, _Tier] = {}
@@ -193,23 +198,26 @@ def open_tiers(
             remove_left()
             size = _file_sizes(config, wanted.memory_gib, block_bytes)
             _check_room(folder, size)
-            tiers[MEMORY] = _open(folder, described, block_bytes, size, _block_s(config, MEMORY), keep=False)
+            tiers[MEMORY] = _open(folder, described, block_bytes, size, _block_s(config, MEMORY), first, keep=False)
         if wanted.disk_gib is not None:
             assert wanted.disk_dir is not None, "the loader has seen to it"
             size = _file_sizes(config, wanted.disk_gib, block_bytes)
-            tiers[DISK] = _open(Path(wanted.disk_dir), described, block_bytes, size, _block_s(config, DISK), keep=True)
+            tiers[DISK] = _open(Path(wanted.disk_dir), described, block_bytes, size, _block_s(config, DISK), first, keep=True)
+        if any(tier.store.num_places < num_ranks for tier in tiers.values()):
+            raise ConfigError(f"a tier can't hold the shares that {num_ranks} ranks have of a block", param="kv_offloading")
     except (TandemError, OSError):
         NodeTiers(tiers, pool).close()
         raise
     return NodeTiers(tiers, pool, rank, num_ranks)
 
 
-def _open(folder: Path, described: bytes, block_bytes: int, size: int, block_s: float, *, keep: bool) -> _Tier:
-    occupied = Occupied(folder, described, keep=keep)
+def _open(folder: Path, described: bytes, block_bytes: int, size: int, block_s: float, first: bool, *, keep: bool) -> _Tier:
+    occupied = Occupied(folder, described, keep=keep) if first else None
     try:
         return _Tier(BlockStore(folder, described, block_bytes, size), occupied, block_s)
     except (TandemError, OSError):
-        occupied.leave()
+        if occupied is not None:
+            occupied.leave()
         raise
 
 

@@ -44,7 +44,8 @@ class Occupied:
         if os.pread(self._fd, len(described) + 1, 0) != described:
             os.close(self._fd)
             raise ConfigError(
-                f"{folder}: is in use for the KV of another model, format, block size or arithmetic", param="kv_offloading"
+                f"{folder}: is in use for the KV of another model, format, block size, arithmetic or number of ranks",
+                param="kv_offloading",
             )
 
     def leave(self) -> None:
@@ -101,7 +102,7 @@ def remove_left() -> list[Path]:
         try:
             if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
                 continue
-            fd = os.open(folder / _IN_USE, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            fd = os.open(folder / _IN_USE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except OSError:
             continue
         try:

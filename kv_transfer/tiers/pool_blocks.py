@@ -76,5 +76,7 @@ class StagedBlocks:
         return [self._bytes]
 
     def filled(self, block: int) -> None:
-        """Copy the staging memory to the block."""
+        """Copy the staging memory to the block, and wait for it: a lane may read it from a stream of its own next."""
         self._pool[:, :, block].copy_(self._staging)
+        if self._pool.is_cuda:
+            torch.cuda.current_stream(self._pool.device).synchronize()

@@ -5,51 +5,32 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from torch import Tensor
-
 from configs.schema import ClusterConfig
 from kv_transfer.pinning import PinningCache
-from kv_transfer.remote_lanes import Ask
-from kv_transfer.tiers.gang_tiers import GangTiers
-from kv_transfer.tiers.node_tiers import Tiers, open_tiers
+from kv_transfer.tiers.node_tiers import Tiers
 from kv_transfer.tiers.offload import Offload
 from kv_transfer.tiers.reader import TierReader
-from protocol.messages import KvLayout, TierReport
+from protocol.messages import TierReport
 
 
 class WorkerTiers:
-    """Opened with the worker, run beside its steps, closed with it."""
+    """Owns the tiers, which are open. Run beside the worker's steps, and closed with it."""
 
     def __init__(
         self,
+        tiers: Tiers,
         config: ClusterConfig,
-        pool: Tensor,
-        layout: KvLayout,
-        arithmetic: str,
-        secret: bytes,
-        others: Sequence[Ask],
         cache: PinningCache,
         token_s: Callable[[], float],
         on_change: Callable[[], None],
         be_nice: Callable[[], None],
     ) -> None:
-        """`pool` is the first rank's, `others` ask the other ranks, and `cache` has the worker's books. `token_s` says how long
-        computing a token takes, `on_change` is called when blocks were unpinned, and `be_nice` lowers the priority of the
-        thread that calls it.
-
-        Raises ConfigError if a folder can't be used, or is too small.
+        """`cache` has the worker's books. `token_s` says how long computing a token takes, `on_change` is called when blocks
+        were unpinned, and `be_nice` lowers the priority of the thread that calls it.
         """
-        own = open_tiers(config, pool, layout, arithmetic, secret, num_ranks=1 + len(others))
-        self._arithmetic = arithmetic
-        self._gang = GangTiers(own, others) if others else None
-        self._tiers: Tiers = self._gang or own
-        self._offload = Offload(cache, self._tiers, config.limits.lease_s, on_change, be_nice)
-        self.reader = TierReader(self._tiers, config.block_size, token_s, config.limits.lease_s / 2)
-
-    async def open_others(self) -> None:
-        """Have the worker's other ranks open theirs. Raises ConfigError if one can't."""
-        if self._gang is not None:
-            await self._gang.open_others(self._arithmetic)
+        self._tiers = tiers
+        self._offload = Offload(cache, tiers, config.limits.lease_s, on_change, be_nice)
+        self.reader = TierReader(tiers, config.block_size, token_s, config.limits.lease_s / 2)
 
     @property
     def reports(self) -> tuple[TierReport, ...]:

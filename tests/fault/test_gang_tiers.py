@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -208,6 +210,62 @@ def test_a_rank_that_is_lost_while_it_reads_ends_its_worker(small_model: ModelFa
         run(scenario())
     finally:
         hang.set()
+
+
+def test_ranks_that_are_still_there_keep_no_memory(small_model: ModelFacts, shared_memory: Path) -> None:
+    """Those behind the first one are killed once it has ended: nobody would be left to remove the folder."""
+
+    async def scenario() -> None:
+        async with gangs(small_model, 2) as (workers, router, ranks):
+            await ask(workers, router, PROMPT)
+            await stored(workers)
+            for role in Role:
+                workers.tasks[role.value].cancel()
+                await asyncio.wait((workers.tasks[role.value],), timeout=10)
+                assert names_in(shared_memory) == [] or role is Role.PREFILL
+            assert not any(task.done() for each in ranks.values() for task in each.running)
+            for role in Role:
+                await workers.bury(role)
+
+    run(scenario())
+
+
+def test_a_slow_disk_does_not_hold_up_a_first_rank_that_starts(
+    small_model: ModelFacts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has to let the others know that it lives."""
+    remove_left, looks = node_tiers.remove_left, []
+
+    def slow() -> list[Path]:
+        time.sleep(0.5)
+        looks.append(ticks)
+        return remove_left()
+
+    monkeypatch.setattr(node_tiers, "remove_left", slow)
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            ticks += 1
+            await asyncio.sleep(0.01)
+
+    async def scenario() -> None:
+        ticking = asyncio.create_task(tick())
+        async with gangs(small_model, 2):
+            ticking.cancel()
+        assert all(later - earlier > 10 for earlier, later in itertools.pairwise((0, *looks)))
+
+    run(scenario())
+
+
+def test_a_tier_that_holds_no_whole_block_is_refused(small_model: ModelFacts) -> None:
+    async def scenario() -> None:
+        async with gangs(small_model, 4, config_of(memory_gib=3 * 4096 / 2**30)):
+            pytest.fail("it started")
+
+    with pytest.raises(ConfigError, match="shares that 4 ranks have of a block"):
+        run(scenario())
 
 
 def test_a_folder_that_a_rank_cannot_use_is_said_at_start(small_model: ModelFacts, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,9 +21,9 @@ from kv_transfer.transports.loopback import LoopbackNetwork, LoopbackTransport
 from prefill_workers.worker import PrefillWorker
 from protocol.messages import Role, WorkerRef
 from protocol.wire import WireServer
-from tests.fault.two_workers import CONFIG, SECRET, TwoWorkers, first_rank, served, with_lease
-from worker.core import WorkerCore
-from worker.rank import share_of, tier_host
+from tests.fault.two_workers import CONFIG, SECRET, TwoWorkers, core, first_rank, served, with_lease
+from worker.rank import share_of
+from worker.tiers import tier_host
 
 HOST = "127.0.0.1"
 CPU = torch.device("cpu")
@@ -69,13 +69,9 @@ async def run_gangs(
     decode_ranks, decode_gang, decode_runner, decode_arithmetic = await load_gang(num_decode, load_decode, share, lease_s)
     servers = [WireServer(SECRET, HOST) for _ in range(2)]
     me = WorkerRef("prefill-0", 1, servers[0].address, num_prefill, prefill_arithmetic)
-    prefill = PrefillWorker(
-        WorkerCore(first_rank(me, config, servers[0], prefill_runner, prefill_gang), transports, transports)
-    )
+    prefill = PrefillWorker(await core(first_rank(me, config, servers[0], prefill_runner, prefill_gang), transports))
     me = WorkerRef("decode-0", 1, servers[1].address, num_decode, decode_arithmetic)
-    decode = DecodeWorker(WorkerCore(first_rank(me, config, servers[1], decode_runner, decode_gang), transports, transports))
-    await prefill.core.open_tiers()
-    await decode.core.open_tiers()
+    decode = DecodeWorker(await core(first_rank(me, config, servers[1], decode_runner, decode_gang), transports))
     try:
         async with served(prefill, decode, network) as workers:
             yield workers, {Role.PREFILL: prefill_ranks, Role.DECODE: decode_ranks}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,6 +49,7 @@ from protocol.wire import WireClient, WireServer
 from router.rules.leaks import Audited, Leak, find_leaks
 from tests.fault.letters import with_letters
 from worker.core import WorkerCore
+from worker.tiers import opened_tiers
 
 SECRET = b"f" * 32
 CONFIG = ClusterConfig(
@@ -273,6 +274,11 @@ def first_rank(
     )
 
 
+async def core(rank: FirstRank, transports: Sequence[LoopbackTransport]) -> WorkerCore:
+    """Around a first rank, with the tiers that its configuration wants."""
+    return WorkerCore(rank, transports, transports, tiers=await opened_tiers(rank))
+
+
 @asynccontextmanager
 async def run_two_workers(
     facts: ModelFacts,
@@ -294,9 +300,9 @@ async def run_two_workers(
         for role, server in zip((Role.PREFILL, Role.DECODE), servers, strict=True)
     ]
     prefill_runner = runner(config.prefill.kv_cache_tokens, prefill_block_size)
-    prefill = PrefillWorker(WorkerCore(first_rank(refs[0], config, servers[0], prefill_runner), [transport], [transport]))
+    prefill = PrefillWorker(await core(first_rank(refs[0], config, servers[0], prefill_runner), [transport]))
     decode_runner = runner(config.decode.kv_cache_tokens, kv=decode_kv or config.kv_cache_dtype)
-    decode = DecodeWorker(WorkerCore(first_rank(refs[1], config, servers[1], decode_runner), [transport], [transport]))
+    decode = DecodeWorker(await core(first_rank(refs[1], config, servers[1], decode_runner), [transport]))
     async with served(prefill, decode, network, seconds) as workers:
         yield workers
 
