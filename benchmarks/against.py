@@ -38,13 +38,12 @@ from benchmarks.lib.idle import why_busy
 from benchmarks.lib.load import RandomPrompts, bench_options, put_load, warm_up
 from benchmarks.lib.measured_process import MeasuredProcess
 from benchmarks.lib.request_cost import during, first_token_s, worker_pids
-from benchmarks.lib.rounds import T_975, interval
+from benchmarks.lib.rounds import LEAST_PAIRS, interval
 from benchmarks.lib.servers import HOST, TANDEM, System, serving_process
 
 STREAMS, FIRST_TOKEN_PROMPT = 16, 32
 COSTS = {"ttft_ms", "cpu_us_per_token"}
 """Figures of which less is better."""
-LEAST_PAIRS = min(T_975)
 Figures = dict[str, float]
 
 

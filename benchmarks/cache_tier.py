@@ -42,7 +42,7 @@ def main() -> None:
     setting = setting_of(rows, 1.0, given.minutes, TIER_GIB, nodes=1)
     runs = {mode: journal.once(mode, partial(simulated, mode, setting)) for mode in SIMULATED}
     profile = load_paced_profile(DEFAULT_PROFILE)
-    tokens = WORKERS * profile.kv_cache_tokens + TIER_GIB * 2**30 // profile.kv_token_bytes
+    tokens = 2 * WORKERS * profile.kv_cache_tokens + TIER_GIB * 2**30 // profile.kv_token_bytes
     gap = gap_closed(runs | {"measured": measured})["measured"]
     result = {"minutes": given.minutes, "requests": len(rows), "measured": measured, "simulated": runs}
     result |= {"bound": hit_share(rows, tokens), "gap_closed": gap}
@@ -70,7 +70,7 @@ def table(result: dict[str, Any]) -> str:
     closed = " and ".join(f"{gap[name]:.0%} at {at}" for name, at in zip(GAPS, AT, strict=True))
     lines += [
         "",
-        f"One cache as large as all pools of prefill workers and the tier would have had {result['bound']:.1%} of the tokens.",
+        f"One cache as large as all pools and the tier would have had {result['bound']:.1%} of the tokens.",
         f"Of the gap in TTFT between load alone and the ideal cache, both simulated, the measured cluster closes {closed}.",
         f"The client sent its requests at most {measured['client_late_p99_s'] * 1e3:.0f} ms late (p99).",
         "",

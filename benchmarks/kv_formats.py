@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.lib.environment import operators, write_result
 from benchmarks.lib.idle import why_busy
-from benchmarks.lib.rounds import T_975, interval
+from benchmarks.lib.rounds import LEAST_PAIRS, interval
 from configs.arithmetic import ceil_div
 from configs.facts import KvCacheDtype, ModelFacts
 from configs.models import resolve
@@ -41,8 +41,10 @@ def main() -> None:
     """Measure, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=ROUNDS, choices=sorted(T_975))
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
     options = parser.parse_args()
+    if options.rounds < LEAST_PAIRS:
+        parser.error(f"--rounds: an interval takes {LEAST_PAIRS} at least")
     if reason := why_busy():
         parser.error(reason)
     load_average = os.getloadavg()[0]

@@ -28,7 +28,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.lib.chaos import Chaos, Fault, Report, WorkerFaults, growing, worker_fault
+from benchmarks.lib.chaos import REFUSED, Chaos, Fault, Report, WorkerFaults, growing, worker_fault
 from benchmarks.lib.environment import operators, save_result
 from benchmarks.lib.machines import enter_own_network
 from benchmarks.lib.ray_nodes import ADMIN_KEY, REDIS, RayNodes, ray_nodes
@@ -213,7 +213,7 @@ class SiteFaults:
         try:
             self._site.ask("POST", "/admin/flip", json={"worker_id": worker["worker_id"], "role": role})
         except httpx.HTTPStatusError as error:
-            return f"flip refused ({error.response.json()['error']['message']})"
+            return f"{REFUSED} ({error.response.json()['error']['message']})"
         return f"flip to {role}"
 
 

@@ -37,7 +37,7 @@ import httpx
 from benchmarks.lib.environment import ROOT, operators, write_result
 from benchmarks.lib.journal import Journal, add_state, journal_of
 from benchmarks.lib.load import CopyPrompts, RandomPrompts, bench_options, put_load, warm_up
-from benchmarks.lib.rounds import Round, compare
+from benchmarks.lib.rounds import LEAST_PAIRS, Round, compare, interval
 from benchmarks.lib.row_times import CONTEXT, DRAFTS, STREAMS, row_name
 from benchmarks.lib.servers import TANDEM, System, serving
 from benchmarks.lib.servers import system as known_system
@@ -61,8 +61,6 @@ WORKLOADS: dict[str, tuple[Callable[[int], CopyPrompts | RandomPrompts], float, 
 }
 """Prompts by the length of answers, temperature, requests at a time, requests in all."""
 COPIES = tuple(name for name in WORKLOADS if name.startswith("copy"))
-_T_975 = {3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
-"""Student's t for 95 % intervals, by the number of rounds."""
 _COUNTERS = ("spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens", "engine_steps", "engine_tokens")
 
 
@@ -197,15 +195,6 @@ def gains(rounds: dict[str, list[Round]], workload: str) -> list[float]:
     return [one[f"{workload}: tpot_ms"] / other[f"{workload}: tpot_ms"] for one, other in zip(plain, ngram, strict=True)]
 
 
-def interval(values: list[float]) -> tuple[float, float]:
-    """The 95 % interval of the mean of ratios, over their logarithms."""
-    logs = [math.log(value) for value in values]
-    if len(logs) not in _T_975:
-        return math.nan, math.nan
-    half = _T_975[len(logs)] * statistics.stdev(logs) / math.sqrt(len(logs))
-    return math.exp(statistics.mean(logs) - half), math.exp(statistics.mean(logs) + half)
-
-
 def predicted(found: dict[str, Any], workload: str) -> float:
     """The gain that row costs and acceptance allow: see above."""
     plain, ngram = found["rounds"].values()
@@ -243,12 +232,13 @@ def table(result: dict[str, Any]) -> str:
         for name in [name for name in WORKLOADS if f"{name}: tpot_ms" in plain[0]]:
             means = [statistics.mean(each[f"{name}: tpot_ms"] for each in rounds) for rounds in (plain, ngram)]
             ratios = gains(found["rounds"], name)
-            low, high = interval(ratios)
+            bounds = interval(ratios) if len(ratios) >= LEAST_PAIRS else {"low": math.nan, "high": math.nan}
             drafts, accepted, steps, tokens = (sum(each[f"{name}: {counter}"] for each in ngram) for counter in _COUNTERS)
             expected = f"{predicted(found, name):.2f}" if WORKLOADS[name][2] in STREAMS else ""
             lines.append(
                 f"| {threads} | {name} | {means[0]:.2f} ms | {means[1]:.2f} ms | {statistics.geometric_mean(ratios):.2f} "
-                f"({low:.2f} to {high:.2f}) | {expected} | {drafts:.0f}, {accepted:.0f} | {tokens / steps:.2f} |"
+                f"({bounds['low']:.2f} to {bounds['high']:.2f}) | {expected} | {drafts:.0f}, {accepted:.0f} "
+                f"| {tokens / steps:.2f} |"
             )
     lines += [
         "",

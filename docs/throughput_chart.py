@@ -39,13 +39,14 @@ def read_groups() -> tuple[Group, ...]:
 
 
 def _group(result: Any) -> Group:
+    """The fastest of Tandem's settings and of vLLM's, each with its size of steps."""
     medians = {name: median(run["output_tokens_per_s"] for run in runs) for name, runs in result["rounds"].items()}
-    shown = {
-        next(name for name in medians if name.partition(":")[0] == "tandem"): "Tandem",
-        "tandem-colocated:128": "Tandem, --colocated",
-        "vllm:128": "vLLM 0.32 (CPU)",
-    }
-    return Group(_machine(result), tuple(Bar(text, medians[name], "tandem" in name) for name, text in shown.items()))
+    ours, peer = (
+        max((name for name in medians if name.startswith(kind)), key=medians.__getitem__) for kind in ("tandem", "vllm")
+    )
+    size = peer.partition(":")[2]
+    name = f"vLLM 0.32, {size} a step" if size else "vLLM 0.32, its own step"
+    return Group(_machine(result), (Bar("Tandem", medians[ours], True), Bar(name, medians[peer], False)))
 
 
 def draw(groups: tuple[Group, ...]) -> str:

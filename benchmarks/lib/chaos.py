@@ -32,7 +32,8 @@ LANES = 6
 PATIENCE_S = 600.0
 """So long may nothing come before it is a failure: slow processors and long prompts are what the report's times are for."""
 SAMPLE_S = 2.0
-NOBODY = "nobody was up"
+NOBODY, REFUSED = "nobody was up", "flip refused"
+"""What is counted among the faults where none could befall."""
 _WORKER = "ray::WorkerProcess"
 
 
@@ -236,6 +237,8 @@ class Chaos:
             outcome = "cut off" if kind in ("cut", "proxied") else "failed"
             if outcome == "failed":
                 difference = answer.failure
+            elif difference is not None:
+                outcome = "different"
         self.report.outcomes[outcome] += 1
         if difference is not None:
             self.report.problems.append(f"{kind} {answer.request.kind} {answer.request.number}: {difference}")

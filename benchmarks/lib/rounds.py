@@ -13,8 +13,10 @@ from typing import Any
 from benchmarks.lib.journal import Journal
 from benchmarks.lib.servers import System, turns
 
-T_975 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26, 12: 2.20, 15: 2.14, 20: 2.09}
-"""Student's t for a 95 % interval, by the number of pairs."""
+LEAST_PAIRS = 2
+"""As many measured pairs have an interval."""
+_T_975 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10, 2.09)
+"""Student's t for a 95 % interval, from LEAST_PAIRS on. For more pairs than are here the last one is a little too much."""
 
 Round = dict[str, float]
 """The figures of one system in one round, by name."""
@@ -50,7 +52,7 @@ def median(rounds: Sequence[Round], figure: str) -> float:
 def interval(ratios: Sequence[float]) -> dict[str, float]:
     """Median, and the 95 % interval of the geometric mean."""
     logs = [math.log(ratio) for ratio in ratios]
-    half = T_975[len(logs)] * statistics.stdev(logs) / math.sqrt(len(logs))
+    half = _T_975[min(len(logs) - LEAST_PAIRS, len(_T_975) - 1)] * statistics.stdev(logs) / math.sqrt(len(logs))
     mean = statistics.mean(logs)
     return {"median": statistics.median(ratios), "low": math.exp(mean - half), "high": math.exp(mean + half)}
 

@@ -33,8 +33,8 @@ TANDEM = str(Path(sys.executable).with_name("tandem"))
 START_S, END_S = 300.0, 60.0
 """Seconds that a server may take to start and to end. vLLM compiles at its first start."""
 SYSTEMS = ("tandem", "tandem-auto", "vllm:128", "vllm:512", "vllm", "llama.cpp")
-"""Those that are compared if nothing else is said. vLLM's steps have several sizes, since any may be its best: those of 128 tokens
-stall running streams the least, and those of its own default the most."""
+"""Those that are compared if nothing else is said. vLLM has several sizes of steps, since any may be its best: those of 128
+tokens stall running streams the least, and those of its own default the most."""
 _OURS: dict[str, tuple[Sequence[str], str]] = {
     "tandem": (("--disaggregation", "always"), "1 prefill worker, 1 decode worker"),
     "tandem-auto": (

@@ -60,7 +60,7 @@ AIMS: dict[str, tuple[Aim, ...]] = {
         ),
         Aim("With the memory tier, 95 % of the bound is cached", figures_of("cache_tier", "cached tokens")),
         Aim(
-            "TTFT closes 80 % of the gap between load alone and one ideal cache, on the paced cluster",
+            "TTFT on the paced cluster closes 80 % of the gap between load alone and one ideal cache, both simulated",
             figures_of("cache_tier", "gap to one ideal cache"),
         ),
         Aim("The simulator is within 10 % of the paced cluster", figures_of("cache_tier", "the simulator's TTFT")),
@@ -110,7 +110,7 @@ AIMS: dict[str, tuple[Aim, ...]] = {
         ),
         Aim(
             "An hour of faults with everything on leaves nothing wrong, no leak and no process that grew",
-            figures_of("soak", "minutes", "answers that were wrong", "problems"),
+            figures_of("soak", "minutes", "wrong ones", "problems"),
         ),
         Aim("`make test` takes 12 minutes at most in a fresh clone", figures_of("fresh_clone", "`make test`")),
         Aim(

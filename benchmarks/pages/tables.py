@@ -80,9 +80,9 @@ def figures(source: Source) -> list[str]:
         "| what | hardware | Tandem | vLLM | commit |",
         "|---|---|---|---|---|",
         row(LOAD, _throughput(source, f"throughput{amd}"), f"throughput{amd}"),
-        of_goodput("conversations, `--disaggregation auto`", conversations, "azure-conversation"),
-        row("p99 gap of 8 streams when long prompts² arrive", [f"{each:.0f} ms" for each in p99], f"interference{amd}"),
-        of_goodput("code: long prompts, short answers", code, "azure-code"),
+        of_goodput("conversations, `tandem-auto`", conversations, "azure-conversation"),
+        row("p99 gap of 8 streams as long prompts² arrive, `tandem`", [f"{each:.0f} ms" for each in p99], f"interference{amd}"),
+        of_goodput("code: long prompts, short answers, `tandem-auto`", code, "azure-code"),
         row(f"{LOAD}, with AMX", _throughput(source, "throughput_amx"), "throughput_amx"),
     ]
 
@@ -93,7 +93,7 @@ LOAD = "16 streams, 256 tokens in, 128 out"
 def _throughput(source: Source, name: str) -> list[str]:
     """The fastest of ours, and of vLLM's."""
     rates = servers.rates(source.data(name))
-    return [f"{rates[system]:.0f} tokens/s" for system in servers.best(source.data(name))]
+    return [f"{rates[system]:.0f} tokens/s, `{system}`" for system in servers.best(source.data(name))]
 
 
 def _commits(goodput: Mapping[str, Any], *workloads: str) -> list[str]:
