@@ -234,12 +234,12 @@ def test_a_slow_disk_does_not_hold_up_a_first_rank_that_starts(
     small_model: ModelFacts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has to let the others know that it lives."""
-    remove_left, looks = node_tiers.remove_left, []
+    looks: list[int] = []
 
     def slow() -> list[Path]:
         time.sleep(0.5)
         looks.append(ticks)
-        return remove_left()
+        return occupied.remove_left()
 
     monkeypatch.setattr(node_tiers, "remove_left", slow)
     ticks = 0

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import against
-from benchmarks.against import LEAST_PAIRS, Pairs, in_turns, table, verdict
-from benchmarks.lib.rounds import interval
+from benchmarks.against import Pairs, in_turns, table, verdict
+from benchmarks.lib.rounds import LEAST_PAIRS, interval
 
 
 def test_the_first_of_a_pair_changes_from_pair_to_pair() -> None:
