@@ -29,11 +29,6 @@ REASONS: dict[tuple[str, str, str], str] = {
     ("engine_amx", "decode of 1 at 256 / llama.cpp's, lowest", "f7dd191f27cc"): (
         "One row's products are bound by unpacking: 66 MB of weights in four bits take 8.9 ms, and reading them would take 4.4."
     ),
-    ("throughput_amx", "one prefill and one decode worker / vLLM", "2580faa0660d"): (
-        "Timed by hand, this machine's tile instructions take 16 cycles or 40, changing within seconds, while vector ones stay "
-        "as fast. A decode step of 16 streams takes 27 ms in the first state, and took 41 in the servers. Unpacking weights "
-        "doesn't overlap with tiles. An earlier commit, with slower attention, had a ratio of 1.20 in a faster hour."
-    ),
     ("engine_avx512", "prefill of 256 and 1,024 tokens / llama.cpp's, lowest", "7e243cecd5e8"): (
         "Without AMX this processor's bfloat16 is half as fast as its float32; on the EPYC it is twice as fast. The goal "
         "would be 84 % of the processor's limit, and 65 % were reached."
