@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,29 @@ def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(occupied, "SHARED_MEMORY", folder)
     monkeypatch.setattr(reader, "_KNOWN_S", 0.0)
     return folder
+
+
+class Hanging:
+    """Reads that don't come back at ranks behind the first one, until they may."""
+
+    def __init__(self) -> None:
+        self.begun, self.over = threading.Event(), threading.Event()
+        read = NodeTiers.get
+
+        def get(tiers: Any, name: str, keys: Sequence[bytes], blocks: Sequence[int]) -> int:
+            if tiers._rank:
+                self.begun.set()
+                self.over.wait(20)
+            return read(tiers, name, keys, blocks)
+
+        self.get = get
+
+
+@pytest.fixture
+def hanging() -> Iterator[Hanging]:
+    made = Hanging()
+    yield made
+    made.over.set()
 
 
 @asynccontextmanager
@@ -147,54 +170,39 @@ def test_a_reset_erases_every_ranks_share(small_model: ModelFacts, reference: Re
 
 
 def test_a_rank_whose_tier_hangs_holds_up_nobody(
-    small_model: ModelFacts, reference: Reference, monkeypatch: pytest.MonkeyPatch
+    small_model: ModelFacts, reference: Reference, monkeypatch: pytest.MonkeyPatch, hanging: Hanging
 ) -> None:
     """Its blocks are nobody else's until it has let go of them."""
-    hang, hung, get = threading.Event(), threading.Event(), NodeTiers.get
-
-    def hanging(tiers: Any, name: str, keys: Sequence[bytes], blocks: Sequence[int]) -> int:
-        if tiers._rank:
-            hung.set()
-            hang.wait(20)
-        return get(tiers, name, keys, blocks)
 
     async def scenario() -> None:
         async with gangs(small_model, 2) as (workers, router, _):
             await leave_it_to_tiers(workers, router, PROMPT)
-            monkeypatch.setattr(NodeTiers, "get", hanging)
+            monkeypatch.setattr(NodeTiers, "get", hanging.get)
             ticket = await router.reserve(PROMPT, 1)
             first = await router.compute(ticket, PROMPT, greedy(1))
             assert (first.token_id, first.prefilled.cached_tokens) == (reference(PROMPT, 1)[0], 0)
-            assert hung.is_set()
+            assert hanging.begun.is_set()
             assert [pin.purpose for pin in workers.prefill.core.cache.pins] == ["fetched"]
-            hang.set()
+            hanging.over.set()
             router.release(ticket)
             await workers.until(lambda: not workers.prefill.core.cache.pins)
             await workers.until(workers.all_free)
 
-    try:
-        run(scenario())
-    finally:
-        hang.set()
+    run(scenario())
 
 
-def test_a_rank_that_is_lost_while_it_reads_ends_its_worker(small_model: ModelFacts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_is_lost_while_it_reads_ends_its_worker(
+    small_model: ModelFacts, monkeypatch: pytest.MonkeyPatch, hanging: Hanging
+) -> None:
     """Nobody waits for what it was to read."""
-    hang, hung, get = threading.Event(), threading.Event(), NodeTiers.get
-
-    def hanging(tiers: Any, name: str, keys: Sequence[bytes], blocks: Sequence[int]) -> int:
-        if tiers._rank:
-            hung.set()
-            hang.wait(20)
-        return get(tiers, name, keys, blocks)
 
     async def scenario() -> None:
         async with gangs(small_model, 2) as (workers, router, ranks):
             await leave_it_to_tiers(workers, router, PROMPT)
-            monkeypatch.setattr(NodeTiers, "get", hanging)
+            monkeypatch.setattr(NodeTiers, "get", hanging.get)
             ticket = await router.reserve(PROMPT, 1)
             computing = asyncio.create_task(router.compute(ticket, PROMPT, greedy(1)))
-            await workers.until(hung.is_set)
+            await workers.until(hanging.begun.is_set)
             lost: Ranks = ranks[Role.PREFILL]
             lost.running[0].cancel()
             with pytest.raises(ExceptionGroup) as ended:
@@ -202,14 +210,11 @@ def test_a_rank_that_is_lost_while_it_reads_ends_its_worker(small_model: ModelFa
             assert ended.value.subgroup(WorkerLostError) is not None
             with pytest.raises(WorkerLostError):
                 await computing
-            hang.set()
+            hanging.over.set()
             await workers.bury(Role.PREFILL)
             router.release(ticket)
 
-    try:
-        run(scenario())
-    finally:
-        hang.set()
+    run(scenario())
 
 
 def test_ranks_that_are_still_there_keep_no_memory(small_model: ModelFacts, shared_memory: Path) -> None:
