@@ -16,13 +16,13 @@ from typing import Any
 from benchmarks.cache_routing import run
 from benchmarks.cache_simulation import GAPS, gap_closed, setting_of, simulated
 from benchmarks.lib.cache_bounds import hit_share
-from benchmarks.lib.conversations import MINUTES, TRACE, WORKERS, conversations, limit_s
+from benchmarks.lib.conversations import MINUTES, TRACE, WORKERS, conversations
 from benchmarks.lib.environment import write_result
 from benchmarks.lib.journal import add_state, journal_of
-from configs.paced.profile import DEFAULT_PROFILE, load_paced_profile
+from configs.paced.profile import DEFAULT_PROFILE
 
 TIER_GIB = 1024
-"""Of the whole cluster, whose paced workers are on one node: 256 GiB for each 8 GPUs."""
+"""Size of the memory tier. All paced workers are on one node, so it is that of the cluster: 256 GiB for each 8 GPUs."""
 AT = ("p50", "p99")
 SIMULATED = {"tier": "the same, simulated", "load": "load alone, simulated", "ideal": "one cache for all (ideal), simulated"}
 
@@ -38,11 +38,10 @@ def main() -> None:
     rows = conversations(path, given.minutes)
     journal = journal_of(parser, given)
     flags = ("--kv-offloading-size", str(TIER_GIB))
-    measured = journal.once("measured", partial(run, given.port, flags, path, len(rows), 1.0, limit_s(rows)))
     setting = setting_of(rows, 1.0, given.minutes, TIER_GIB, nodes=1)
+    measured = journal.once("measured", partial(run, given.port, flags, path, len(rows), 1.0, setting.limit_s))
     runs = {mode: journal.once(mode, partial(simulated, mode, setting)) for mode in SIMULATED}
-    profile = load_paced_profile(DEFAULT_PROFILE)
-    tokens = 2 * WORKERS * profile.kv_cache_tokens + TIER_GIB * 2**30 // profile.kv_token_bytes
+    tokens = 2 * WORKERS * setting.pool_tokens + setting.tier.num_tokens
     gap = gap_closed(runs | {"measured": measured})["measured"]
     result = {"minutes": given.minutes, "requests": len(rows), "measured": measured, "simulated": runs}
     result |= {"bound": hit_share(rows, tokens), "gap_closed": gap}

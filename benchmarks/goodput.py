@@ -113,7 +113,7 @@ def requests_at(rate: float, seconds: float) -> int:
 
 
 def seed_of(seed: int, step: int) -> int:
-    """Of the prompts and arrivals of a run: the same for all systems, others for each rate, so that no cache has them."""
+    """Return the seed of a run's prompts: all systems get the same ones, and each rate others, which no cache has."""
     return 1000 * seed + step - LOWEST_STEP
 
 

@@ -39,11 +39,11 @@ def read_groups() -> tuple[Group, ...]:
 
 
 def _group(result: Any) -> Group:
-    """The fastest of Tandem's settings and of vLLM's, each with its size of steps."""
+    """The fastest of Tandem's pairs of workers and of vLLM's sizes of steps, as README's table has them."""
     medians = {name: median(run["output_tokens_per_s"] for run in runs) for name, runs in result["rounds"].items()}
-    ours, peer = (
-        max((name for name in medians if name.startswith(kind)), key=medians.__getitem__) for kind in ("tandem", "vllm")
-    )
+    pairs = [name for name in medians if name.startswith("tandem") and "colocated" not in name]
+    ours = max(pairs, key=medians.__getitem__)
+    peer = max((name for name in medians if name.startswith("vllm")), key=medians.__getitem__)
     size = peer.partition(":")[2]
     name = f"vLLM 0.32, {size} a step" if size else "vLLM 0.32, its own step"
     return Group(_machine(result), (Bar("Tandem", medians[ours], True), Bar(name, medians[peer], False)))

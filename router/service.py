@@ -69,7 +69,7 @@ class Router:
         self.started_at = int(time.time())
         self._model = model
         self.orders = ControllerOrders(controller)
-        """What operators have the controller do."""
+        """The orders that operators give the controller."""
         self.metrics = Metrics(model.facts.name, self._cluster_sample, counts)
         self._counts = counts
         caches = None

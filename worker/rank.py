@@ -53,7 +53,7 @@ def share_of(
     async def close() -> None:
         await lanes.close()
         if tiers is not None:
-            await tiers.close()
+            tiers.close()
 
     return Share(
         runner=runner,

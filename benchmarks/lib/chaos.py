@@ -33,7 +33,7 @@ PATIENCE_S = 600.0
 """So long may nothing come before it is a failure: slow processors and long prompts are what the report's times are for."""
 SAMPLE_S = 2.0
 NOBODY, REFUSED = "nobody was up", "flip refused"
-"""What is counted among the faults where none could befall."""
+"""Names under which a fault is counted that could not befall. Behind REFUSED stands the reason."""
 _WORKER = "ray::WorkerProcess"
 
 

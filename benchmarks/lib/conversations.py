@@ -10,7 +10,7 @@ from configs.paced.profile import DEFAULT_PROFILE, load_paced_profile
 from loadtest.datasets import TraceRow, mooncake_rows
 
 WORKERS = 16
-"""Of each role."""
+"""Number of workers of each role."""
 MINUTES = 15.0
 TRACE = "mooncake_conversation.jsonl"
 TPOT_S = 0.05

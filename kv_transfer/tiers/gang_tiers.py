@@ -148,7 +148,7 @@ class TierHost:
             TierLook: self._look,
         }
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Let go of the tiers."""
         self._writing.shutdown(wait=False, cancel_futures=True)
         if self._tiers is not None:

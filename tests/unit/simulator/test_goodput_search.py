@@ -161,6 +161,7 @@ def test_traces_keep_their_lengths_and_times(tmp_path: Path) -> None:
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:00:00.0,80,16\n2023-11-16 18:00:04.0,800,8\n")
     workload = trace_workload(path, None, 8.0, 0)
     assert [(len(r.token_ids), r.output_len) for r in workload.at_rate(1.0)] == [(10, 2), (100, 1)]
+    assert [sample.arrival_s for sample in workload.samples] == [0.0, 4.0]
     assert workload.own_rate == pytest.approx(0.5)
     assert workload.at_rate(10.0)[-1].arrival == pytest.approx(0.2)
     assert not workload.begin_alike(8)
