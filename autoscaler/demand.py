@@ -11,7 +11,7 @@ from dataclasses import astuple, dataclass, fields
 
 from autoscaler.arrivals import Arrivals
 from protocol.cluster_view import DemandCounts, RouterObservation, WorkerSeen
-from protocol.messages import Role
+from protocol.messages.workers import Role
 
 FRESH_S = 5.0
 """Seconds after which a router that has told nothing has ended."""

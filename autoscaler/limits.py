@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from configs.autoscale import DAYS, GPU_SLACK, AutoscaleConfig, ScheduleEntry, SizeRange
-from protocol.messages import Role
+from protocol.messages.workers import Role
 
 Sizes = Mapping[Role, int]
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from autoscaler.limits import Budget, Sizes, within
 from configs.autoscale import SizeRange
-from protocol.messages import Role
+from protocol.messages.workers import Role
 
 _FLIP_HOLD = 0.25
 _MOST_NEEDS = 4096

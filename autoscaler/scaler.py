@@ -25,7 +25,7 @@ from autoscaler.trust import Trust
 from configs.autoscale import AutoscaleConfig, SizeRange
 from configs.step_times import StepTimes
 from protocol.cluster_view import RouterObservation, SizeChanges, SizeDecision
-from protocol.messages import Role
+from protocol.messages.workers import Role
 
 KEPT_DECISIONS = 50
 FIRST_START_S = 10.0

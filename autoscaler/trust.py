@@ -5,7 +5,7 @@ from __future__ import annotations
 from autoscaler.capacity import Pace
 from autoscaler.demand import Demand
 from configs.step_times import StepTimes
-from protocol.messages import Role
+from protocol.messages.workers import Role
 
 _SLOWEST, _FASTEST = 5.0, 0.5
 _LEARN = 0.1

@@ -40,7 +40,7 @@ from configs.paced.profile import PacedProfile, load_paced_profile
 from configs.schema import ClusterConfig
 from loadtest.datasets import TraceRow, azure_rows
 from protocol.cluster_view import RouterObservation
-from protocol.messages import Role
+from protocol.messages.workers import Role
 from simulator.cluster import Shape, simulate
 from simulator.profile import Profile
 from simulator.request import Request

@@ -42,7 +42,9 @@ from kv_transfer.pool_view import CpuPoolView, Slots
 from kv_transfer.transport import ReceiveChannel
 from prefill_workers.worker import PrefillWorker
 from protocol.calls import CallClient
-from protocol.messages import Attach, Attached, Ping, Release, Role, WorkerRef
+from protocol.messages.common import Ping
+from protocol.messages.decode import Attach, Attached, Release
+from protocol.messages.workers import Role, WorkerRef
 from protocol.sampling import SamplingParams
 from protocol.wire import WireClient, WireServer
 from worker.core import WorkerCore

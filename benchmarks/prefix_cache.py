@@ -29,7 +29,10 @@ from engine.ranks.gang import Gang
 from kv_transfer.transports.gloo import GlooTransport
 from prefill_workers.worker import PrefillWorker
 from protocol.calls import CallClient
-from protocol.messages import FirstToken, Ping, Release, Role, WorkerRef
+from protocol.messages.common import Ping
+from protocol.messages.decode import Release
+from protocol.messages.prefill import FirstToken
+from protocol.messages.workers import Role, WorkerRef
 from protocol.sampling import SamplingParams
 from protocol.wire import WireClient, WireServer
 from worker.core import WorkerCore

@@ -28,7 +28,7 @@ from cluster.records import ClusterRecord
 from cluster.supervisor import Supervisor
 from configs.loader import load_config
 from configs.schema import ClusterConfig
-from protocol.messages import Duty, Role, WorkerLife, WorkerRef
+from protocol.messages.workers import Duty, Role, WorkerLife, WorkerRef
 from router.rules.pair import PairSearch
 from simulator.cluster import Cluster, Shape
 from simulator.profile import LAPTOP, Profile

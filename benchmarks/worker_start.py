@@ -39,7 +39,7 @@ async def start_worker(began: float) -> None:
     from configs.schema import ClusterConfig
     from engine.memory.kv_pool import KVPool
     from engine.model_runner import resolve_dtype
-    from protocol.messages import Role
+    from protocol.messages.workers import Role
 
     imported = time.monotonic()
     config = ClusterConfig()

@@ -37,7 +37,7 @@ from configs.models import all_here, resolve_for
 from configs.schema import ClusterConfig
 from protocol.cluster_view import ClusterView, RolloutObservation, RolloutOrder, RouterObservation
 from protocol.errors import ConfigError, InvalidRequestError
-from protocol.messages import Duty, Role
+from protocol.messages.workers import Duty, Role
 from telemetry.counts_folder import num_places
 from telemetry.logging import setup_logging
 

@@ -20,7 +20,7 @@ from configs.arithmetic import ceil_div
 from configs.machine import memory_bytes, num_gpus, usable_cores
 from configs.schema import ClusterConfig, PoolConfig
 from protocol.errors import ConfigError
-from protocol.messages import Role
+from protocol.messages.workers import Role
 
 _UNITS = 10_000
 """Ray counts resources in units of 0.0001."""

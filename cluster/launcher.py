@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from configs.schema import ClusterConfig
-from protocol.messages import Duty, Role, WorkerLife, WorkerRef
+from protocol.messages.workers import Duty, Role, WorkerLife, WorkerRef
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from configs.profiles import MachineProfile, ProfileKey, can_be_kept, read_or_me
 from configs.schema import ClusterConfig
 from engine.profiling.key import profile_key
 from protocol.errors import ConfigError
-from protocol.messages import Role
+from protocol.messages.workers import Role
 
 if TYPE_CHECKING:
     from simulator.profile import Profile

@@ -26,7 +26,7 @@ from configs.paced.profile import TOKEN_BYTES, load_paced_profile
 from configs.schema import ClusterConfig, PoolConfig
 from configs.speculation.config import draft_kv_tokens
 from engine.native.files import can_be_had
-from protocol.messages import Role
+from protocol.messages.workers import Role
 
 WORKERS_PER_HOST = 8
 """Paced workers that share a process."""

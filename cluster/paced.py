@@ -12,7 +12,7 @@ from configs.paced.profile import Figure, PacedProfile
 from configs.profiles import StepSizes
 from configs.schema import ClusterConfig
 from protocol.errors import ConfigError, UnavailableError
-from protocol.messages import Role
+from protocol.messages.workers import Role
 from simulator.profile import LAPTOP, LAPTOP_TOKEN_BYTES, Profile
 
 

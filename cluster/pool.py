@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from cluster.nodes.leaving import Leaving, which_drain
 from protocol.cluster_view import WorkerInfo, WorkerState
 from protocol.errors import InvalidRequestError
-from protocol.messages import Duty, Role, WorkerRef
+from protocol.messages.workers import Duty, Role, WorkerRef
 
 MAX_WORKERS = 1024
 FIRST_RETRY_S = 1.0

@@ -29,7 +29,7 @@ from cluster.ray.placement import pool_of
 from configs.schema import ClusterConfig
 from protocol.cluster_view import WorkerInfo, WorkerState
 from protocol.errors import InvalidRequestError
-from protocol.messages import Duty, Role, WorkerLife
+from protocol.messages.workers import Duty, Role, WorkerLife
 
 CheckRoom = Callable[[Mapping[Role, int], Collection[Role]], None]
 """Raises InvalidRequestError, naming one of the second argument's roles, if the first one's workers can't all be had."""

@@ -20,7 +20,7 @@ from cluster.pool import PoolRecord
 from cluster.pools import RevisionsRecord
 from protocol.cluster_view import RolloutState
 from protocol.errors import UnavailableError
-from protocol.messages import Role, WorkerLife
+from protocol.messages.workers import Role, WorkerLife
 
 _NAMESPACE = "tandem"
 _POOLS, _SCALER = "supervisor", "autoscaler"

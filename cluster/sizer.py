@@ -26,7 +26,7 @@ from configs.schema import ClusterConfig
 from configs.step_times import StepTimes
 from protocol.cluster_view import AutoscalerState, RouterObservation, SizeDecision
 from protocol.errors import ConfigError, InvalidRequestError, UnavailableError
-from protocol.messages import Role
+from protocol.messages.workers import Role
 from router.dispatch.status import needed_roles
 
 log = logging.getLogger(__name__)

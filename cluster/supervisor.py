@@ -31,7 +31,7 @@ from cluster.records import ClusterRecord, RecordStore
 from configs.schema import ClusterConfig
 from protocol.cluster_view import AutoscalerState, ClusterView, RolloutState, WorkerState
 from protocol.errors import ConfigError, InvalidRequestError, TandemError, UnavailableError
-from protocol.messages import Duty, Role, WorkerLife
+from protocol.messages.workers import Duty, Role, WorkerLife
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from engine.ranks.first_rank import FirstRank, FirstRankActor
 from engine.ranks.follower import Follower
 from kv_transfer.choice import at_configured_pace, receiving_transports, sending_transports
 from prefill_workers.worker import PrefillWorker
-from protocol.messages import Role
+from protocol.messages.workers import Role
 from worker.core import NICENESS, WorkerCore
 from worker.rank import follower_of
 from worker.tiers import opened_tiers

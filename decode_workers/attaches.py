@@ -28,7 +28,9 @@ from engine.grammar import Constraint, Grammars
 from engine.scoring import PromptScores
 from kv_transfer.tiers.overdue import Overdue
 from protocol.errors import ContextLengthError, InvalidRequestError, KvTransferError, TandemError
-from protocol.messages import NOTHING_BROUGHT, Attach, Attached, Brought, Failed
+from protocol.messages.common import Failed
+from protocol.messages.decode import Attach, Attached
+from protocol.messages.load import NOTHING_BROUGHT, Brought
 from protocol.sampling import MAX_PROMPT_LOGPROBS
 from protocol.ticket import TicketState
 from telemetry.logging import fields

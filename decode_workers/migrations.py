@@ -31,7 +31,8 @@ from kv_transfer.progress import STEP_OVER
 from kv_transfer.sender import OutgoingTransfer, PushPart, SendingPair
 from protocol.audit import SendRow
 from protocol.errors import InvalidRequestError, KvTransferError, TandemError
-from protocol.messages import Copied, Copy, Failed, Migrate, Migrated
+from protocol.messages.common import Failed
+from protocol.messages.decode import Copied, Copy, Migrate, Migrated
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from protocol.messages import StreamOutput, TokenFrame
+from protocol.messages.decode import StreamOutput, TokenFrame
 
 
 class Outbox:

@@ -16,7 +16,9 @@ from decode_workers.ledger import Ledger
 from decode_workers.scheduler import DecodeScheduler
 from decode_workers.ticket_entry import TicketEntry
 from protocol.errors import InvalidRequestError, OverloadedError, TandemError, TenantFullError
-from protocol.messages import Failed, Reserve, Reserved, Ticket, WorkerRef
+from protocol.messages.common import Failed
+from protocol.messages.decode import Reserve, Reserved
+from protocol.messages.workers import Ticket, WorkerRef
 
 
 class Reservations:

@@ -24,7 +24,8 @@ from decode_workers.stream import Stream
 from engine.batch import SampledToken
 from engine.sampler import finish_reason
 from protocol.errors import TandemError
-from protocol.messages import Failed, Prefilled, StreamOutput
+from protocol.messages.common import Failed
+from protocol.messages.decode import Prefilled, StreamOutput
 from protocol.sampling import FinishReason
 from worker.steps import Steps
 

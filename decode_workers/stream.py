@@ -10,7 +10,7 @@ from decode_workers.rules.turns import Turn
 from engine.grammar import Constraint
 from engine.memory.block_table import BlockTable
 from engine.scoring import PromptScores
-from protocol.messages import NOTHING_BROUGHT, Brought
+from protocol.messages.load import NOTHING_BROUGHT, Brought
 from protocol.sampling import SamplingParams
 from protocol.share import NOBODYS, Share
 

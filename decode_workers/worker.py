@@ -28,19 +28,10 @@ from decode_workers.ticket_entry import TicketEntry
 from engine.engine_thread import EngineThread
 from protocol.endpoint import Handler, Listening
 from protocol.errors import KvTransferError
-from protocol.messages import (
-    VARIES,
-    Attach,
-    Copy,
-    DecodeLoad,
-    Failed,
-    Migrate,
-    Ping,
-    Release,
-    Reserve,
-    Role,
-    StreamOutput,
-)
+from protocol.messages.common import Failed, Ping
+from protocol.messages.decode import Attach, Copy, Migrate, Release, Reserve, StreamOutput
+from protocol.messages.load import DecodeLoad
+from protocol.messages.workers import VARIES, Role
 from telemetry.logging import fields
 from worker.core import WorkerCore
 from worker.roles import RoleBooks, RoleLoad

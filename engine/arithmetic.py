@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from configs.facts import KvCacheDtype
-from protocol.messages import VARIES
+from protocol.messages.workers import VARIES
 
 
 def arithmetic_name(

@@ -38,7 +38,7 @@ from engine.ranks.tensor_parallel import ALONE, TensorParallel
 from engine.run_ahead import RunAhead
 from engine.sampler import SampleRequest, sample
 from protocol.errors import ConfigError
-from protocol.messages import KvLayout
+from protocol.messages.workers import KvLayout
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import Protocol
 from configs.facts import ModelFacts
 from engine.batch import Chunk, SampledToken
 from engine.memory.kv_pool import KVPool
-from protocol.messages import KvLayout
+from protocol.messages.workers import KvLayout
 
 
 class Runner(Protocol):

@@ -13,7 +13,9 @@ from typing import Any
 from kv_transfer.lanes import ReceiveRank
 from kv_transfer.receiver import ReceivingPair, TransferBooks, TransferStats
 from protocol.errors import InvalidRequestError, KvTransferError, TandemError
-from protocol.messages import Failed, KvLayout, PairOpen, PushAnnounce, PushCommit, TransferAbort, WorkerRef
+from protocol.messages.common import Failed
+from protocol.messages.handoff import PairOpen, PushAnnounce, PushCommit, TransferAbort
+from protocol.messages.workers import KvLayout, WorkerRef
 
 
 class Arrivals:

@@ -11,7 +11,7 @@ from kv_transfer.lanes import SendRank
 from kv_transfer.sender import SendingPair
 from protocol.audit import PairRow
 from protocol.errors import InvalidRequestError, KvTransferError, TandemError
-from protocol.messages import KvLayout, WorkerRef
+from protocol.messages.workers import KvLayout, WorkerRef
 
 log = logging.getLogger(__name__)
 

@@ -25,10 +25,9 @@ from kv_transfer.rendezvous import check, check_transport
 from kv_transfer.transport import TransportError
 from protocol.errors import KvTransferError, TandemError
 from protocol.gang import HeadMove, TokenSpan
-from protocol.messages import (
+from protocol.messages.common import Failed
+from protocol.messages.handoff import (
     Committed,
-    Failed,
-    KvLayout,
     PairClosed,
     PairOpen,
     PairOpened,
@@ -36,8 +35,8 @@ from protocol.messages import (
     PushCommit,
     PushPosted,
     PushSegment,
-    WorkerRef,
 )
+from protocol.messages.workers import KvLayout, WorkerRef
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,8 @@ from kv_transfer.shards import head_moves
 from kv_transfer.transport import TransportError
 from protocol.errors import IncompatiblePeerError, KvTransferError, TandemError, TransportUnavailableError, WorkerLostError
 from protocol.gang import HeadMove
-from protocol.messages import KvLayout, PairOpen, PairOpened, WorkerRef
+from protocol.messages.handoff import PairOpen, PairOpened
+from protocol.messages.workers import KvLayout, WorkerRef
 
 log = logging.getLogger(__name__)
 

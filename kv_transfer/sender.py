@@ -29,21 +29,19 @@ from kv_transfer.transport import TransportError
 from protocol.calls import CallClient, expect
 from protocol.errors import KvTransferError, TandemError
 from protocol.gang import TokenSpan
-from protocol.messages import (
+from protocol.messages.common import Ping
+from protocol.messages.handoff import (
     Committed,
-    KvLayout,
     PairClosed,
     PairOpen,
     PairOpened,
-    Ping,
     PushAnnounce,
     PushCommit,
     PushPosted,
     PushSegment,
-    Ticket,
     TransferAbort,
-    WorkerRef,
 )
+from protocol.messages.workers import KvLayout, Ticket, WorkerRef
 from protocol.wire import WireClient
 
 log = logging.getLogger(__name__)
@@ -84,7 +82,7 @@ class PushPart:
     start: int
     num_tokens: int
     added: tuple[int, ...] = ()
-    """Tokens that the ticket stands for from now on (see `protocol.messages.PushSegment`)."""
+    """Tokens that the ticket stands for from now on (see `protocol.messages.handoff.PushSegment`)."""
 
     def segment(self) -> PushSegment:
         """The part as it is announced to the peer."""

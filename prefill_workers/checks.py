@@ -5,7 +5,7 @@ from __future__ import annotations
 from configs.facts import ModelFacts
 from prefill_workers.scheduler import PrefillScheduler
 from protocol.errors import ContextLengthError, InvalidRequestError
-from protocol.messages import Prefill
+from protocol.messages.prefill import Prefill
 from protocol.sampling import MAX_PROMPT_LOGPROBS
 
 

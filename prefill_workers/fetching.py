@@ -25,14 +25,9 @@ from kv_transfer.fetching.lenders import Lenders
 from kv_transfer.tiers.overdue import Overdue
 from prefill_workers.job import Job
 from protocol.errors import TandemError
-from protocol.messages import (
-    FAILED_LATE_S,
-    MEMORY,
-    PEER,
-    Brought,
-    FetchFrom,
-    WorkerLife,
-)
+from protocol.messages.load import FAILED_LATE_S, MEMORY, PEER, Brought
+from protocol.messages.prefill import FetchFrom
+from protocol.messages.workers import WorkerLife
 from worker.core import WorkerCore
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,8 @@ from engine.scoring import PromptScores
 from kv_transfer.sender import OutgoingTransfer, PushPart, SendingPair
 from prefill_workers.scheduler import PlannedChunk, Prompt
 from protocol.audit import PromptRow
-from protocol.messages import Prefill, Prefilled
+from protocol.messages.decode import Prefilled
+from protocol.messages.prefill import Prefill
 
 
 @dataclass(eq=False)

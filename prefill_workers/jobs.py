@@ -16,7 +16,7 @@ from prefill_workers.job import Job
 from prefill_workers.scheduler import PrefillScheduler, Prompt
 from protocol.audit import PromptRow
 from protocol.errors import KvTransferError, TandemError
-from protocol.messages import Failed
+from protocol.messages.common import Failed
 
 
 class Jobs:

@@ -46,7 +46,7 @@ from configs.schema import SAMPLED_TOKENS, PrefillConfig
 from engine.memory.block_table import BlockTable, BlockTables
 from engine.memory.prefix_cache import PrefixCache
 from protocol.cache.keys import block_keys
-from protocol.messages import NOTHING_BROUGHT, Brought
+from protocol.messages.load import NOTHING_BROUGHT, Brought
 
 
 @dataclass(eq=False)

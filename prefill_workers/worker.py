@@ -33,7 +33,10 @@ from protocol.errors import (
     TandemError,
     WorkerLostError,
 )
-from protocol.messages import Cancel, Failed, FirstToken, Prefill, PrefillLoad, Role
+from protocol.messages.common import Failed
+from protocol.messages.load import PrefillLoad
+from protocol.messages.prefill import Cancel, FirstToken, Prefill
+from protocol.messages.workers import Role
 from telemetry.logging import fields
 from worker.core import WorkerCore
 from worker.roles import RoleBooks, RoleLoad

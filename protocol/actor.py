@@ -13,7 +13,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from typing import Protocol
 
-from protocol.messages import Duty, WorkerRef
+from protocol.messages.workers import Duty, WorkerRef
 
 
 class Worker(Protocol):

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from protocol.errors import ProtocolError, UnavailableError, WorkerLostError
-from protocol.messages import Failed
+from protocol.messages.common import Failed
 from protocol.wire import WireClient
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from protocol.messages import Duty, Role, WorkerRef
+from protocol.messages.workers import Duty, Role, WorkerRef
 
 
 class WorkerState(Enum):

@@ -17,7 +17,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 from protocol.errors import ProtocolError
-from protocol.messages import Failed, LoadReport, Ping
+from protocol.messages.common import Failed, Ping
+from protocol.messages.load import LoadReport
 from protocol.refusals import Refusals
 from protocol.wire import PeerGone, WireServer
 

@@ -21,7 +21,7 @@ from configs.model_files.kv_window import KvWindow
 from configs.schema import ClusterConfig
 from protocol.cluster_view import WorkerState
 from protocol.errors import ModelNotFoundError
-from protocol.messages import Role
+from protocol.messages.workers import Role
 from router.access.observer import Observer
 from router.access.shutdown import Shutdown
 from router.api.large.helper import BodyHelper

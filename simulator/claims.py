@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 
-from protocol.messages import FAILED_LATE_S, LoadReport
+from protocol.messages.load import FAILED_LATE_S, LoadReport
 from router.rules.caching.reach import NotLending
 from router.rules.disaggregation import PrefillCosts, PromptUnderWay
 from router.rules.fair_queue import ANYBODY

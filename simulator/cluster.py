@@ -8,7 +8,8 @@ from itertools import cycle
 
 from configs.schema import ClusterConfig
 from protocol.cache.news import CacheNews
-from protocol.messages import LoadReport, Role
+from protocol.messages.load import LoadReport
+from protocol.messages.workers import Role
 from simulator.clock import Clock
 from simulator.decode import DecodeWorker
 from simulator.prefill import PrefillWorker

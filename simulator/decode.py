@@ -17,7 +17,7 @@ from decode_workers.scheduler import DecodeScheduler
 from decode_workers.stream import LocalPrefill, Stream
 from decode_workers.ticket_entry import TicketEntry
 from engine.memory.prefix_cache import PrefixCache
-from protocol.messages import MEMORY, Brought, DecodeLoad, LoadReport
+from protocol.messages.load import MEMORY, Brought, DecodeLoad, LoadReport
 from protocol.share import NOBODYS
 from simulator.fetching import Lender, Link
 from simulator.request import Request

@@ -16,7 +16,7 @@ from typing import Any
 
 from engine.memory.prefix_cache import Pin, PrefixCache
 from prefill_workers.scheduler import Prompt
-from protocol.messages import MEMORY, PEER, Brought
+from protocol.messages.load import MEMORY, PEER, Brought
 from simulator.clock import Clock
 from simulator.profile import Profile
 from simulator.shared import MemoryTier, Site

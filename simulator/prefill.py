@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from engine.memory.prefix_cache import PrefixCache
 from prefill_workers.scheduler import PlannedChunk, PrefillScheduler, Prompt
-from protocol.messages import LoadReport, PrefillLoad, Role
+from protocol.messages.load import LoadReport, PrefillLoad
+from protocol.messages.workers import Role
 from simulator.fetching import Fetching, Lender, Wanted
 from simulator.request import Request
 from simulator.shared import MemoryTier, Site

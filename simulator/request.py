@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from protocol.cache.keys import block_keys
-from protocol.messages import NOTHING_BROUGHT
+from protocol.messages.load import NOTHING_BROUGHT
 from protocol.sampling import SamplingParams
 
 

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 from protocol.cache.news import CacheNews
 from protocol.errors import OverloadedError
-from protocol.messages import LoadReport, WorkerLife
+from protocol.messages.load import LoadReport
+from protocol.messages.workers import WorkerLife
 from protocol.ticket import reserved_tokens
 from router.rules.caching.caches import CachedParts, Caches
 from router.rules.fair_queue import ANYBODY, Entry

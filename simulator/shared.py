@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from configs.schema import ClusterConfig
 from engine.memory.prefix_cache import PrefixCache
 from protocol.cache.news import CacheNews
-from protocol.messages import LoadReport, Role
+from protocol.messages.load import LoadReport
+from protocol.messages.workers import Role
 from simulator.clock import Clock
 from simulator.profile import Profile
 from simulator.telling import Busyness, News

@@ -21,7 +21,7 @@ from decode_workers.scheduler import DecodeScheduler
 from decode_workers.stream import Stream
 from engine.batch import Chunk
 from engine.memory.prefix_cache import PrefixCache
-from protocol.messages import Role
+from protocol.messages.workers import Role
 from simulator.profile import Profile
 from simulator.request import Request
 from simulator.shared import Site

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from protocol.cache.keys import shortened
 from protocol.cache.news import MOST_KEYS, NEWS_GAP_S, CacheNews
 from protocol.endpoint import REPORT_GAP_S
-from protocol.messages import LoadReport
+from protocol.messages.load import LoadReport
 from simulator.clock import Clock
 
 EPOCH = 1

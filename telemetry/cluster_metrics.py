@@ -13,7 +13,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from protocol.cluster_view import AutoscalerState, RolloutPhase, RolloutState, WorkerState
-from protocol.messages import Duty, LoadReport, Role
+from protocol.messages.load import LoadReport
+from protocol.messages.workers import Duty, Role
 
 
 @dataclass(frozen=True)

@@ -38,16 +38,9 @@ from protocol.cache.news import CacheAsk
 from protocol.cache.reset import CacheReset
 from protocol.endpoint import Endpoint, Handler
 from protocol.gang import STEP_LEASES
-from protocol.messages import (
-    NOTHING_BROUGHT,
-    Duty,
-    LoadReport,
-    PairOpen,
-    PushAnnounce,
-    PushCommit,
-    Role,
-    TransferAbort,
-)
+from protocol.messages.handoff import PairOpen, PushAnnounce, PushCommit, TransferAbort
+from protocol.messages.load import NOTHING_BROUGHT, LoadReport
+from protocol.messages.workers import Duty, Role
 from worker.roles import RoleBooks, RoleWork
 from worker.steps import Steps
 

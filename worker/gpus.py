@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from protocol.messages import GpuReport
+from protocol.messages.load import GpuReport
 
 log = logging.getLogger(__name__)
 

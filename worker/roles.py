@@ -8,12 +8,13 @@ from typing import Any, Protocol
 
 from protocol.audit import PromptRow, SendRow, TicketRow
 from protocol.endpoint import Handler
-from protocol.messages import NOTHING_BROUGHT, Brought, DecodeLoad, PrefillLoad, Role
+from protocol.messages.load import NOTHING_BROUGHT, Brought, DecodeLoad, PrefillLoad
+from protocol.messages.workers import Role
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoleLoad:
-    """A role's part of a load report. The fields are those of `protocol.messages.LoadReport`."""
+    """A role's part of a load report. The fields are those of `protocol.messages.load.LoadReport`."""
 
     running: int
     waiting: int

@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 
 from protocol.calls import CallClient
-from protocol.messages import FirstToken, Prefill, Reserve, Reserved, Ticket
+from protocol.messages.decode import Reserve, Reserved
+from protocol.messages.prefill import FirstToken, Prefill
+from protocol.messages.workers import Ticket
 from protocol.sampling import SamplingParams
 from protocol.trace import new_trace
 

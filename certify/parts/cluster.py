@@ -28,7 +28,7 @@ from certify.shapes import dtype_for, matrix_parameters, shape_for
 from configs.facts import ModelFacts
 from loadtest.bench import Finished, run_bench
 from loadtest.options import BenchOptions
-from protocol.messages import VARIES
+from protocol.messages.workers import VARIES
 
 WORKERS = 3
 START_S, RESTART_S = 120.0, 60.0

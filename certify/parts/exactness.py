@@ -17,7 +17,7 @@ from certify.random_model import BLOCK_SIZE, random_runner
 from certify.shapes import dtype_for, shape_for
 from certify.step_times import ID_LIMIT, token_ids
 from configs.arithmetic import ceil_div
-from protocol.messages import VARIES
+from protocol.messages.workers import VARIES
 
 PROMPT, ANSWER = 300, 32
 OTHERS = 15

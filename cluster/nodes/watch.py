@@ -20,7 +20,7 @@ from cluster.nodes.leaving import Leaving
 from cluster.ray.placement import Room
 from cluster.supervisor import Supervisor
 from protocol.errors import UnavailableError
-from protocol.messages import WorkerLife
+from protocol.messages.workers import WorkerLife
 
 log = logging.getLogger(__name__)
 

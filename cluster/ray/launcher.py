@@ -45,7 +45,7 @@ from cluster.ray.placement import Resources, Room, bundle_of, listed, missing, p
 from cluster.ray.worker_process import WorkerProcess
 from configs.schema import ClusterConfig
 from protocol.errors import TandemError, WorkerLostError
-from protocol.messages import Duty, Role, WorkerLife
+from protocol.messages.workers import Duty, Role, WorkerLife
 
 log = logging.getLogger(__name__)
 

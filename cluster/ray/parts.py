@@ -27,7 +27,7 @@ from cluster.ray.placement import Room, pool_of
 from cluster.ray.serve_app import RouterArguments
 from configs.schema import ClusterConfig
 from protocol.errors import ConfigError, InvalidRequestError
-from protocol.messages import Role
+from protocol.messages.workers import Role
 
 
 @dataclass(frozen=True)

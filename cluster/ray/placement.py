@@ -15,7 +15,7 @@ from cluster.memory import CLUSTER_BYTES, ROUTER_BYTES, WorkerMemory, computes_o
 from configs.machine import memory_bytes
 from configs.schema import ClusterConfig, PoolConfig
 from protocol.errors import InvalidRequestError
-from protocol.messages import Role
+from protocol.messages.workers import Role
 
 Resources = Mapping[str, float]
 

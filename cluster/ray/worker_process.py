@@ -23,7 +23,7 @@ from cluster.ray.placement import pool_of
 from configs.models import resolve_for
 from configs.schema import ClusterConfig
 from protocol.actor import WorkerActor
-from protocol.messages import Duty, Role
+from protocol.messages.workers import Duty, Role
 from telemetry.logging import setup_logging
 from worker.visible_gpus import show_neighbours
 

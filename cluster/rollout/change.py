@@ -14,7 +14,7 @@ from configs.loader import checked_config, served_context
 from configs.models import check_draft, resolve_for
 from configs.schema import ClusterConfig
 from protocol.errors import ConfigError, InvalidRequestError
-from protocol.messages import Role
+from protocol.messages.workers import Role
 
 _FORMATS = ("model", "dtype", "quantization", "kv_cache_dtype")
 """What decides what a token's KV is, and how it lies in the pools."""

@@ -29,7 +29,7 @@ from cluster.supervisor import Supervisor, report_bug
 from configs.schema import ClusterConfig
 from protocol.cluster_view import RevisionCounts, RolloutObservation, RolloutOrder, RolloutPhase, RolloutState
 from protocol.errors import InvalidRequestError, TandemError
-from protocol.messages import Role
+from protocol.messages.workers import Role
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 
 from cluster.pools import CheckRoom, Numbers
 from protocol.errors import InvalidRequestError
-from protocol.messages import Role
+from protocol.messages.workers import Role
 
 Sizes = Mapping[Role, int]
 

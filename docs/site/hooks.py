@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 TARGET = re.compile(r"\]\(([^)\s#]+)(?:#[^)\s]*)?\)|<img\b[^>]*?src=\"([^\"]+)\"")
 OTHERS = (Path("docs/site/site.css"), Path("router/page/icon.svg"))
 
+MESSAGES = ("workers", "common", "load", "decode", "prefill", "handoff")
 REFERENCE = {
     "router": (
         "A request in the router",
@@ -25,7 +26,7 @@ REFERENCE = {
     "wire": (
         "The wire",
         "What routers and workers say to each other.",
-        ["protocol.messages", "protocol.wire", "protocol.sampling"],
+        ["protocol.messages", *(f"protocol.messages.{name}" for name in MESSAGES), "protocol.wire", "protocol.sampling"],
     ),
     "tickets": (
         "Tickets and audit",

@@ -15,7 +15,7 @@ from typing import Any
 
 from protocol.cache.keys import shortened
 from protocol.cache.news import MOST_KEYS, NEWS_GAP_S, CacheAsk, CacheNews
-from protocol.messages import WorkerLife
+from protocol.messages.workers import WorkerLife
 
 _MOST_CHANGES = 16 * MOST_KEYS
 

@@ -21,7 +21,7 @@ from engine.batch import Chunk, SampledToken
 from engine.memory.kv_pool import LAYOUT_VERSION, KVPool
 from engine.paced.fingerprints import FingerprintPool, token_of
 from engine.sampler import SampleRequest, sample
-from protocol.messages import KvLayout
+from protocol.messages.workers import KvLayout
 
 PACED = "paced"
 """Name of the arithmetic, and of the type of KV: neither is ever mixed with a model's."""

@@ -21,7 +21,7 @@ from engine.ranks.gang import Gang
 from engine.ranks.share import load_share, rank_device
 from engine.runner import Runner
 from protocol.actor import Worker, WorkerActor
-from protocol.messages import WorkerRef
+from protocol.messages.workers import WorkerRef
 from protocol.wire import WireServer
 
 if TYPE_CHECKING:  # imported only where a model drafts

@@ -27,7 +27,7 @@ from engine.scoring import PromptScores
 from protocol.endpoint import Listening
 from protocol.errors import TandemError, WorkerLostError
 from protocol.gang import STEP_LEASES, GangJoin, GangJoined, RunStep, StepChunk, StepDone, StoreValue
-from protocol.messages import Failed, Ping
+from protocol.messages.common import Failed, Ping
 from protocol.sampling import SamplingParams
 from protocol.wire import PeerGone, WireServer
 

@@ -28,7 +28,7 @@ from protocol.calls import CallClient, expect
 from protocol.endpoint import Listening
 from protocol.errors import WorkerLostError
 from protocol.gang import STEP_LEASES, GangJoin, GangJoined, RunStep, StepChunk, StepDone, StoreValue
-from protocol.messages import Ping
+from protocol.messages.common import Ping
 from protocol.wire import WireClient
 
 _Answer = TypeVar("_Answer")

@@ -19,7 +19,7 @@ from kv_transfer.fetching.lenders import Lenders
 from protocol.cache.fetch import Fetch, Fetched
 from protocol.calls import expect
 from protocol.errors import KvTransferError
-from protocol.messages import Ticket, WorkerRef
+from protocol.messages.workers import Ticket, WorkerRef
 
 _LONGEST_S = 3600.0
 """Last resort: a lender that goes on bringing is waited for."""

@@ -19,7 +19,7 @@ from kv_transfer.progress import STEP_OVER
 from kv_transfer.sender import PIECE_TOKENS, OutgoingTransfer, PushPart
 from protocol.cache.fetch import Fetch, Fetched
 from protocol.errors import InvalidRequestError, KvTransferError, OverloadedError, TandemError
-from protocol.messages import Failed
+from protocol.messages.common import Failed
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,8 @@ import logging
 from configs.schema import LimitsConfig
 from protocol.calls import CallClient
 from protocol.errors import KvTransferError, TandemError, WorkerLostError
-from protocol.messages import Ping, WorkerRef
+from protocol.messages.common import Ping
+from protocol.messages.workers import WorkerRef
 from protocol.wire import WireClient
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from kv_transfer.remote_lanes import Ask, Handler
 from kv_transfer.tiers.node_tiers import NodeTiers
 from protocol.cache.shares import TierDone, TierLook, TierLooked, TierOpen, TierRead, TierWrite
 from protocol.errors import KvTransferError, TandemError
-from protocol.messages import TierReport
+from protocol.messages.load import TierReport
 
 _Answer = TypeVar("_Answer")
 

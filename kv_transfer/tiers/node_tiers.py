@@ -30,7 +30,8 @@ from kv_transfer.tiers.pool_blocks import pool_blocks
 from kv_transfer.tiers.store import BlockStore
 from protocol.cache.keys import tenant_of
 from protocol.errors import ConfigError, TandemError
-from protocol.messages import DISK, MEMORY, KvLayout, TierReport
+from protocol.messages.load import DISK, MEMORY, TierReport
+from protocol.messages.workers import KvLayout
 
 GIB = 2**30
 

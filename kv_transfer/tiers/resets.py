@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from protocol.cache.reset import CacheErased, CacheReset
 from protocol.errors import TandemError
-from protocol.messages import Failed
+from protocol.messages.common import Failed
 
 if TYPE_CHECKING:  # only where tiers are configured are they imported
     from kv_transfer.tiers.worker_tiers import WorkerTiers

@@ -10,7 +10,7 @@ from kv_transfer.pinning import PinningCache
 from kv_transfer.tiers.node_tiers import Tiers
 from kv_transfer.tiers.offload import Offload
 from kv_transfer.tiers.reader import TierReader
-from protocol.messages import TierReport
+from protocol.messages.load import TierReport
 
 
 class WorkerTiers:

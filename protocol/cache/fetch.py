@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from protocol.codec import message
-from protocol.messages import Ticket
+from protocol.messages.workers import Ticket
 
 
 @message(72)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from protocol.codec import message
-from protocol.messages import TierReport
+from protocol.messages.load import TierReport
 
 
 @message(80)

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable
 
 from protocol.cluster_view import RouterObservation
-from protocol.messages import Role
+from protocol.messages.workers import Role
 from router.dispatch.controller_client import ControllerClient
 from router.dispatch.roster import Roster
 from router.rules.demand import DemandCounter, seen

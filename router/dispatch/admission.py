@@ -34,7 +34,8 @@ from protocol.errors import (
     UnavailableError,
     WorkerLostError,
 )
-from protocol.messages import FetchFrom, Role
+from protocol.messages.prefill import FetchFrom
+from protocol.messages.workers import Role
 from protocol.ticket import reserved_tokens
 from router.dispatch.claim import Claim, Placed, PromptWork
 from router.dispatch.journal import Journal

@@ -16,7 +16,10 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from protocol.errors import OverloadedError, ProtocolError, TandemError
-from protocol.messages import FAILED_LATE_S, Brought, FetchFrom, FirstToken, Prefill, Prefilled, WorkerLife
+from protocol.messages.decode import Prefilled
+from protocol.messages.load import FAILED_LATE_S, Brought
+from protocol.messages.prefill import FetchFrom, FirstToken, Prefill
+from protocol.messages.workers import WorkerLife
 from protocol.sampling import FinishReason, SamplingParams, TokenLogprobs
 from router.dispatch.journal import Journal, KvCopy, Tokens
 from router.dispatch.links import WorkerLink

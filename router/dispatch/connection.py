@@ -14,7 +14,8 @@ from typing import Any
 
 from protocol.calls import CallClient
 from protocol.errors import WorkerLostError
-from protocol.messages import Failed, WorkerRef
+from protocol.messages.common import Failed
+from protocol.messages.workers import WorkerRef
 from protocol.wire import WireClient
 
 

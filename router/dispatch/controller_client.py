@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 
 from protocol.cluster_view import ClusterView, RolloutObservation, RolloutOrder, RouterObservation
 from protocol.errors import TandemError, UnavailableError
-from protocol.messages import Duty, Role
+from protocol.messages.workers import Duty, Role
 
 log = logging.getLogger(__name__)
 

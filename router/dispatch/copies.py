@@ -20,7 +20,7 @@ from collections.abc import Iterable, Set
 from configs.model_files.kv_window import KvWindow
 from configs.schema import ClusterConfig
 from protocol.errors import OverloadedError, TandemError
-from protocol.messages import Role
+from protocol.messages.workers import Role
 from protocol.ticket import reserved_tokens
 from router.dispatch.journal import Journal, KvCopy
 from router.dispatch.links import WorkerLink

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from protocol.messages import WorkerLife
+from protocol.messages.workers import WorkerLife
 from protocol.sampling import FinishReason, PromptLogprobs, SamplingParams, TokenLogprobs
 from protocol.trace import TraceContext, new_trace
 from router.rules.exactness import Reason, Way, why_inexact

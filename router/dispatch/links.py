@@ -20,7 +20,10 @@ from configs.schema import LimitsConfig
 from protocol.cache.news import CacheNews
 from protocol.endpoint import Listening
 from protocol.gang import STEP_LEASES
-from protocol.messages import Duty, LoadReport, Ping, Role, TokenFrame, WorkerLife, WorkerRef
+from protocol.messages.common import Ping
+from protocol.messages.decode import TokenFrame
+from protocol.messages.load import LoadReport
+from protocol.messages.workers import Duty, Role, WorkerLife, WorkerRef
 from protocol.wire import WireClient
 from router.dispatch.connection import Connection
 from router.dispatch.streams import OpenStreams

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from configs.model_files.kv_window import WHOLE, KvWindow
 from configs.schema import ClusterConfig
 from protocol.errors import OverloadedError, TandemError
-from protocol.messages import Role
+from protocol.messages.workers import Role
 from protocol.ticket import reserved_tokens
 from router.dispatch.claim import Claim
 from router.dispatch.copies import Copies

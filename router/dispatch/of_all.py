@@ -19,7 +19,7 @@ from typing import Any
 
 from protocol.cache.reset import CacheErased
 from protocol.errors import TandemError, UnavailableError
-from protocol.messages import WorkerRef
+from protocol.messages.workers import WorkerRef
 from router.dispatch.links import WorkerLink
 from router.dispatch.roster import Roster
 from router.rules.leaks import Audited, Leak, find_leaks

@@ -7,7 +7,8 @@ import math
 from dataclasses import dataclass, field
 
 from protocol.errors import OverloadedError, TenantFullError, UnavailableError
-from protocol.messages import Reserve, Ticket
+from protocol.messages.decode import Reserve
+from protocol.messages.workers import Ticket
 from router.dispatch.journal import Journal
 from router.dispatch.links import WorkerLink
 from router.rules.fair_queue import SchedulingClass
@@ -32,7 +33,7 @@ class Room:
     num_blocks: int
     """Blocks for all of these tokens and the answer's beginning."""
     own_tokens: int = 0
-    """So many at the end of `token_ids` must lie in blocks of the ticket's own, as `protocol.messages.Reserve` says."""
+    """So many at the end of `token_ids` must lie in blocks of the ticket's own, as `protocol.messages.decode.Reserve` says."""
     displaces: bool = False
     """Whether streams of the worker may be preempted to make room for it."""
 

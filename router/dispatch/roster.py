@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from configs.schema import LimitsConfig
 from protocol.cluster_view import ClusterView, RolloutPhase, WorkerInfo, WorkerState
 from protocol.errors import ProtocolError, UnavailableError, WorkerLostError
-from protocol.messages import Duty, Role, WorkerLife, WorkerRef
+from protocol.messages.workers import Duty, Role, WorkerLife, WorkerRef
 from protocol.wire import WireClient
 from router.dispatch.controller_client import ControllerClient
 from router.dispatch.links import WorkerLink

@@ -8,7 +8,8 @@ from typing import Any
 
 from configs.schema import ClusterConfig
 from protocol.cluster_view import AutoscalerState, ClusterView, RolloutState, WorkerInfo, WorkerState
-from protocol.messages import Role, TierReport
+from protocol.messages.load import TierReport
+from protocol.messages.workers import Role
 from router.dispatch.links import WorkerLink
 from router.dispatch.roster import Roster
 

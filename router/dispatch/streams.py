@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from protocol.errors import TandemError
-from protocol.messages import StreamOutput, TokenFrame
+from protocol.messages.decode import StreamOutput, TokenFrame
 from router.dispatch.journal import NO_GUESSES, Arrival, Guesses, Tokens
 
 

@@ -18,22 +18,10 @@ from protocol.audit import Audit, Books
 from protocol.cache.reset import CacheErased, CacheReset
 from protocol.endpoint import answer_within
 from protocol.errors import ProtocolError, TandemError, UnavailableError
-from protocol.messages import (
-    Attach,
-    Attached,
-    Cancel,
-    Copied,
-    Copy,
-    Failed,
-    FirstToken,
-    Migrate,
-    Migrated,
-    Prefill,
-    Release,
-    Reserve,
-    Reserved,
-    Ticket,
-)
+from protocol.messages.common import Failed
+from protocol.messages.decode import Attach, Attached, Copied, Copy, Migrate, Migrated, Release, Reserve, Reserved
+from protocol.messages.prefill import Cancel, FirstToken, Prefill
+from protocol.messages.workers import Ticket
 from protocol.sampling import SamplingParams
 from router.dispatch.connection import Connection
 from router.dispatch.streams import OpenStreams

@@ -16,7 +16,7 @@ from configs.addresses import is_loopback
 from configs.schema import HttpConfig
 from protocol.cluster_view import RolloutOrder
 from protocol.errors import AuthenticationError, NotAllowedError
-from protocol.messages import Duty, Role
+from protocol.messages.workers import Duty, Role
 from router.access.audit_trail import note_action
 from router.access.keyring import Keyring
 from router.access.peers import peer_of

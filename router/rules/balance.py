@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from protocol.messages import LoadReport
+from protocol.messages.load import LoadReport
 from router.rules.worker_load import Outstanding, WorkerLoad
 
 _FULL = 0.9

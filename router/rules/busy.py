@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from protocol.messages import LoadReport
+from protocol.messages.load import LoadReport
 
 WINDOW_S = 10.0
 """Seconds that are looked back."""

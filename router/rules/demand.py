@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from protocol.cluster_view import DemandCounts, WorkerSeen
-from protocol.messages import LoadReport, Role
+from protocol.messages.load import LoadReport
+from protocol.messages.workers import Role
 
 
 class DemandCounter:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from protocol.messages import VARIES
+from protocol.messages.workers import VARIES
 
 Way = Literal["prefill", "handoff", "migration", "resumption"]
 """How a stream comes to the worker that computes it now.

@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from protocol.audit import Books, Owner, PinRow, PromptRow, SendRow, TicketRow
-from protocol.messages import WorkerLife, WorkerRef
+from protocol.messages.workers import WorkerLife, WorkerRef
 from protocol.ticket import TicketState
 
 

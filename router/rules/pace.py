@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from protocol.messages import LoadReport
+from protocol.messages.load import LoadReport
 from router.rules.disaggregation import FadingLine, Line
 
 _MEMORY_S = 60.0

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable
 
 from protocol.errors import PoisonError, UnavailableError, WorkerLostError
-from protocol.messages import WorkerLife
+from protocol.messages.workers import WorkerLife
 
 _DEATHS = 3
 """So many workers that died before a token was decoded are no accident. Two can be: where workers die of other causes, a slow

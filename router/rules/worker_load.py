@@ -16,7 +16,7 @@ from itertools import takewhile
 from configs.arithmetic import ceil_div, goes_between
 from configs.model_files.kv_window import KvWindow, decode_at_once
 from configs.schema import ClusterConfig
-from protocol.messages import LoadReport
+from protocol.messages.load import LoadReport
 from router.rules.fair_queue import SchedulingClass
 
 

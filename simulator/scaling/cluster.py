@@ -17,7 +17,7 @@ from autoscaler.limits import Sizes
 from autoscaler.scaler import Present
 from configs.schema import ClusterConfig
 from protocol.cluster_view import RouterObservation, WorkerSeen
-from protocol.messages import Role
+from protocol.messages.workers import Role
 from router.rules.demand import DemandCounter, seen
 from simulator.cluster import Cluster, Shape
 from simulator.decode import DecodeWorker

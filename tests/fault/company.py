@@ -9,7 +9,8 @@ from typing import Any
 
 from protocol.codec import encode
 from protocol.errors import OverloadedError, WorkerLostError
-from protocol.messages import LoadReport, Ping
+from protocol.messages.common import Ping
+from protocol.messages.load import LoadReport
 from protocol.wire import WireClient
 from tests.fault.scenarios import Factory, Reference, greedy, prompt_of
 from tests.fault.two_workers import SECRET, ScriptedRouter, TwoWorkers

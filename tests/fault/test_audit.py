@@ -9,7 +9,8 @@ from typing import Any
 
 from protocol.cluster_view import ClusterView, RolloutObservation, RolloutOrder, RouterObservation, WorkerInfo, WorkerState
 from protocol.errors import TandemError
-from protocol.messages import Duty, Release, Role
+from protocol.messages.decode import Release
+from protocol.messages.workers import Duty, Role
 from router.dispatch.of_all import audit
 from router.dispatch.roster import Roster
 from router.rules.leaks import Leak

@@ -13,7 +13,8 @@ import pytest
 from configs.models import resolve
 from configs.schema import ClusterConfig
 from protocol.errors import InvalidRequestError, KvTransferError, OverloadedError
-from protocol.messages import Attach, Attached, Prefilled, Release, Role, StreamOutput
+from protocol.messages.decode import Attach, Attached, Prefilled, Release, StreamOutput
+from protocol.messages.workers import Role
 from protocol.sampling import SamplingParams
 from tests.cases import seeds
 from tests.fault.scenarios import Factory, Reference, greedy, prompt_of, run

@@ -14,7 +14,7 @@ from configs.facts import ModelFacts
 from decode_workers.worker import DecodeWorker
 from engine.batch import Chunk
 from prefill_workers.worker import PrefillWorker
-from protocol.messages import Role
+from protocol.messages.workers import Role
 from tests.fault.many_decodes import ManyDecodes, Said, run_many_decodes, varied
 from tests.fault.scenarios import Factory, greedy, prompt_of, run
 

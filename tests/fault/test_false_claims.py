@@ -13,24 +13,11 @@ import pytest
 
 from kv_transfer.transports.loopback import LoopbackNetwork
 from protocol.errors import InvalidRequestError, ProtocolError, TandemError
-from protocol.messages import (
-    Attach,
-    Cancel,
-    Failed,
-    KvLayout,
-    PairOpen,
-    PairOpened,
-    Prefill,
-    PushAnnounce,
-    PushPosted,
-    PushSegment,
-    Release,
-    Reserve,
-    Reserved,
-    Ticket,
-    TransferAbort,
-    WorkerRef,
-)
+from protocol.messages.common import Failed
+from protocol.messages.decode import Attach, Release, Reserve, Reserved
+from protocol.messages.handoff import PairOpen, PairOpened, PushAnnounce, PushPosted, PushSegment, TransferAbort
+from protocol.messages.prefill import Cancel, Prefill
+from protocol.messages.workers import KvLayout, Ticket, WorkerRef
 from protocol.trace import TraceContext, new_trace
 from protocol.wire import WireServer
 from tests.fault.company import MIB, PROMPT, company, insiders

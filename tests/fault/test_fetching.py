@@ -15,7 +15,9 @@ from kv_transfer.transports.loopback import Faults
 from protocol.cache.fetch import Fetch
 from protocol.cache.keys import block_keys
 from protocol.errors import InvalidRequestError, KvTransferError
-from protocol.messages import FetchFrom, FirstToken, Prefilled, Release, Role, Ticket
+from protocol.messages.decode import Prefilled, Release
+from protocol.messages.prefill import FetchFrom, FirstToken
+from protocol.messages.workers import Role, Ticket
 from tests.cases import seeds
 from tests.fault.scenarios import Factory, Reference, greedy, prompt_of, run
 from tests.fault.two_workers import with_lease

@@ -12,7 +12,7 @@ import pytest
 from configs.facts import ModelFacts
 from decode_workers.worker import DecodeWorker
 from protocol.cluster_view import WorkerState
-from protocol.messages import Duty, Role
+from protocol.messages.workers import Duty, Role
 from protocol.sampling import SamplingParams
 from tests.cases import seeds, slow
 from tests.fault.many_decodes import CONFIG, ManyDecodes, Said, run_many_decodes

@@ -20,7 +20,7 @@ from kv_transfer.tiers.node_tiers import NodeTiers, share_key
 from protocol.cache.keys import block_keys
 from protocol.cache.reset import CacheErased, CacheReset
 from protocol.errors import ConfigError, WorkerLostError
-from protocol.messages import Role
+from protocol.messages.workers import Role
 from tests.cases import slow
 from tests.fault.scenarios import Reference, greedy, prompt_of, run
 from tests.fault.test_tiers import BLOCK_SIZE, HELD, LENGTH, MEMORY, ask, config_of, damage, leave_it_to_tiers, names_in, stored

@@ -18,7 +18,9 @@ from kv_transfer.transports.loopback import Faults
 from protocol.cache.reset import CacheReset
 from protocol.errors import ConfigError, TandemError, UnavailableError, WorkerLostError
 from protocol.gang import LaneReceive, RunStep
-from protocol.messages import FetchFrom, Release, Role
+from protocol.messages.decode import Release
+from protocol.messages.prefill import FetchFrom
+from protocol.messages.workers import Role
 from protocol.ticket import TicketState
 from protocol.wire import WireServer
 from tests.cases import slow_rows

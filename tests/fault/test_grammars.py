@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from protocol.errors import InvalidRequestError
-from protocol.messages import Release
+from protocol.messages.decode import Release
 from protocol.sampling import SamplingParams
 from tests.fault.letters import spoken
 from tests.fault.scenarios import Factory, greedy, prompt_of, run

@@ -20,22 +20,11 @@ import pytest
 import zmq
 
 from protocol.codec import _CLASSES, encode
-from protocol.messages import (
-    Attach,
-    Failed,
-    KvLayout,
-    PairOpen,
-    Ping,
-    Prefill,
-    PushAnnounce,
-    PushCommit,
-    PushPosted,
-    Release,
-    Reserve,
-    Reserved,
-    Role,
-    WorkerRef,
-)
+from protocol.messages.common import Failed, Ping
+from protocol.messages.decode import Attach, Release, Reserve, Reserved
+from protocol.messages.handoff import PairOpen, PushAnnounce, PushCommit, PushPosted
+from protocol.messages.prefill import Prefill
+from protocol.messages.workers import KvLayout, Role, WorkerRef
 from protocol.sampling import SamplingParams
 from protocol.wire import WIRE_VERSION
 from tests.cases import THOROUGH

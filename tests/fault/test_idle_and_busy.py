@@ -13,7 +13,7 @@ import pytest
 
 from configs.facts import ModelFacts
 from configs.schema import ClusterConfig, TransportName
-from protocol.messages import Role
+from protocol.messages.workers import Role
 from tests.cases import THOROUGH
 from tests.fault.scenarios import Reference, greedy, prompt_of
 from tests.fault.two_workers import ScriptedRouter, connect_router

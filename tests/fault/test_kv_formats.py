@@ -21,7 +21,9 @@ from kv_transfer.pool_view import CpuPoolView
 from kv_transfer.tiers import occupied, reader
 from protocol.cache.reset import CacheReset
 from protocol.cluster_view import WorkerState
-from protocol.messages import FetchFrom, KvLayout, Release, Role
+from protocol.messages.decode import Release
+from protocol.messages.prefill import FetchFrom
+from protocol.messages.workers import KvLayout, Role
 from tests.cases import slow
 from tests.fault import many_decodes, two_workers
 from tests.fault.alone import said_alone

@@ -15,7 +15,7 @@ from configs.schema import ClusterConfig, DecodeConfig, PrefillConfig
 from engine.batch import Chunk
 from engine.model_runner import ModelRunner
 from kv_transfer.transports.loopback import Faults
-from protocol.messages import Role
+from protocol.messages.workers import Role
 from tests.fault.many_decodes import CONFIG, ManyDecodes, Said, run_many_decodes
 from tests.fault.scenarios import greedy, prompt_of, run
 

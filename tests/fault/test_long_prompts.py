@@ -16,7 +16,7 @@ from cluster.memory import worker_memory
 from configs.facts import ModelFacts, YarnScaling
 from configs.schema import ClusterConfig
 from prefill_workers.scheduler import PlannedChunk, PrefillScheduler, Prompt
-from protocol.messages import Attach, Attached, Release
+from protocol.messages.decode import Attach, Attached, Release
 from tests.cases import THOROUGH
 from tests.fault.scenarios import greedy, prompt_of, run
 from tests.fault.two_workers import TwoWorkers, run_two_workers

@@ -21,7 +21,8 @@ import pytest
 from configs.facts import ModelFacts
 from configs.schema import ClusterConfig, TransportName
 from protocol.errors import TandemError
-from protocol.messages import Release, Role, WorkerRef
+from protocol.messages.decode import Release
+from protocol.messages.workers import Role, WorkerRef
 from tests.cases import THOROUGH
 from tests.fault.scenarios import Reference, greedy, prompt_of, run
 from tests.fault.two_workers import ScriptedRouter, connect_router, leaks_of

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from configs.facts import ModelFacts
-from protocol.messages import Attach, Attached
+from protocol.messages.decode import Attach, Attached
 from protocol.wire import PeerGone
 from tests.cases import seeds
 from tests.fault.scenarios import Reference, greedy, prompt_of, run

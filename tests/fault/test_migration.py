@@ -16,7 +16,7 @@ from configs.schema import DecodeConfig
 from kv_transfer.transports.loopback import Faults
 from protocol.cluster_view import WorkerState
 from protocol.errors import TandemError
-from protocol.messages import Role
+from protocol.messages.workers import Role
 from protocol.sampling import SamplingParams
 from tests.cases import seeds, slow
 from tests.fault.many_decodes import CONFIG, COPYING, ManyDecodes, Said, run_many_decodes, varied

@@ -14,7 +14,9 @@ from dataclasses import replace
 import pytest
 
 from protocol.errors import KvTransferError
-from protocol.messages import Failed, Release, Ticket
+from protocol.messages.common import Failed
+from protocol.messages.decode import Release
+from protocol.messages.workers import Ticket
 from tests.fault.scenarios import Factory, Reference, greedy, prompt_of, run
 from tests.fault.two_workers import CONFIG, with_lease
 

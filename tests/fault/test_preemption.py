@@ -15,7 +15,8 @@ from configs.models import resolve
 from configs.schema import ClusterConfig, LimitsConfig
 from engine.batch import Chunk
 from protocol.errors import OverloadedError, TandemError
-from protocol.messages import Release, Ticket, WorkerRef
+from protocol.messages.decode import Release
+from protocol.messages.workers import Ticket, WorkerRef
 from protocol.sampling import SamplingParams
 from protocol.share import Share
 from tests.cases import seeds

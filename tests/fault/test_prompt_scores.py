@@ -13,7 +13,8 @@ from transformers import LlamaForCausalLM
 
 from configs.facts import ModelFacts
 from protocol.errors import InvalidRequestError
-from protocol.messages import FirstToken, Release
+from protocol.messages.decode import Release
+from protocol.messages.prefill import FirstToken
 from protocol.sampling import PromptLogprobs
 from tests.fault.scenarios import Factory, greedy, prompt_of, run
 from tests.fault.two_gangs import run_gangs

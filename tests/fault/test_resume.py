@@ -16,7 +16,7 @@ import pytest
 
 from kv_transfer.transports.loopback import Faults
 from protocol.cluster_view import ClusterView, RolloutObservation, RolloutOrder, RouterObservation, WorkerInfo, WorkerState
-from protocol.messages import Duty, Role
+from protocol.messages.workers import Duty, Role
 from router.dispatch.admission import Admission
 from router.dispatch.journal import Journal
 from router.dispatch.migrator import Migrator

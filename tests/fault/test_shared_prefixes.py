@@ -17,7 +17,8 @@ from kv_transfer.transports.loopback import Faults
 from prefill_workers import worker as prefill_worker
 from protocol.cache.reset import CacheReset
 from protocol.errors import TandemError
-from protocol.messages import FirstToken, Release
+from protocol.messages.decode import Release
+from protocol.messages.prefill import FirstToken
 from tests.cases import seeds
 from tests.fault.scenarios import Factory, Reference, greedy, prompt_of, run
 from tests.fault.two_workers import CONFIG, with_lease

@@ -22,7 +22,8 @@ from decode_workers.speculation.ngram_index import NgramIndex
 from decode_workers.worker import DecodeWorker
 from engine.paced.fingerprints import next_token
 from protocol.cluster_view import WorkerState
-from protocol.messages import LoadReport, Role
+from protocol.messages.load import LoadReport
+from protocol.messages.workers import Role
 from protocol.sampling import SamplingParams
 from tests.cases import seeds, slow
 from tests.fault.many_decodes import CONFIG, COPYING, ManyDecodes, Said, run_many_decodes, varied

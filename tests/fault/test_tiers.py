@@ -18,7 +18,7 @@ from kv_transfer.tiers import occupied, reader
 from kv_transfer.tiers.store import BlockStore
 from protocol.cache.keys import block_keys
 from protocol.cache.reset import CacheErased, CacheReset
-from protocol.messages import Attach, Prefilled, Release
+from protocol.messages.decode import Attach, Prefilled, Release
 from tests.cases import seeds
 from tests.fault.scenarios import Factory, Reference, greedy, prompt_of, run
 

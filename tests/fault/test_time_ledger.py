@@ -8,7 +8,7 @@ import time
 import pytest
 
 from kv_transfer.transports.loopback import Faults
-from protocol.messages import PushCommit
+from protocol.messages.handoff import PushCommit
 from router.dispatch.admission import Admission
 from router.dispatch.journal import Journal
 from router.dispatch.migrator import Migrator

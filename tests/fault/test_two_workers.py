@@ -15,7 +15,7 @@ import zmq
 from configs.schema import ClusterConfig
 from kv_transfer.transports.loopback import Faults, LoopbackTransport
 from protocol.errors import InvalidRequestError, OverloadedError, TandemError, UnavailableError
-from protocol.messages import Release
+from protocol.messages.decode import Release
 from protocol.sampling import SamplingParams
 from protocol.wire import WireClient
 from tests.cases import seeds

@@ -20,7 +20,8 @@ from configs.schema import ClusterConfig
 from kv_transfer.sender import SendingPair
 from protocol.cluster_view import WorkerState
 from protocol.errors import InvalidRequestError
-from protocol.messages import Attach, Release, Role
+from protocol.messages.decode import Attach, Release
+from protocol.messages.workers import Role
 from protocol.sampling import SamplingParams
 from tests.cases import slow
 from tests.fault import many_decodes, two_workers

@@ -19,7 +19,8 @@ from decode_workers.speculation import ngram_speculator, speculator
 from decode_workers.speculation.ngram_index import NgramIndex
 from kv_transfer.tiers import occupied, reader
 from protocol.cluster_view import WorkerState
-from protocol.messages import Attach, Duty, Release, Role
+from protocol.messages.decode import Attach, Release
+from protocol.messages.workers import Duty, Role
 from tests.cases import seeds, slow
 from tests.fault import many_decodes, two_workers
 from tests.fault.many_decodes import ManyDecodes, run_many_decodes

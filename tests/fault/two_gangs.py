@@ -19,7 +19,7 @@ from engine.ranks.tensor_parallel import TensorParallel
 from engine.runner import Runner
 from kv_transfer.transports.loopback import LoopbackNetwork, LoopbackTransport
 from prefill_workers.worker import PrefillWorker
-from protocol.messages import Role, WorkerRef
+from protocol.messages.workers import Role, WorkerRef
 from protocol.wire import WireServer
 from tests.fault.two_workers import CONFIG, SECRET, TwoWorkers, core, first_rank, served, with_lease
 from worker.rank import share_of

@@ -24,24 +24,11 @@ from prefill_workers.worker import PrefillWorker
 from protocol.audit import Audit
 from protocol.calls import CallClient
 from protocol.errors import WorkerLostError
-from protocol.messages import (
-    Attach,
-    Attached,
-    Cancel,
-    FetchFrom,
-    FirstToken,
-    LoadReport,
-    Ping,
-    Prefill,
-    Release,
-    Reserve,
-    Reserved,
-    Role,
-    StreamOutput,
-    Ticket,
-    TokenFrame,
-    WorkerRef,
-)
+from protocol.messages.common import Ping
+from protocol.messages.decode import Attach, Attached, Release, Reserve, Reserved, StreamOutput, TokenFrame
+from protocol.messages.load import LoadReport
+from protocol.messages.prefill import Cancel, FetchFrom, FirstToken, Prefill
+from protocol.messages.workers import Role, Ticket, WorkerRef
 from protocol.sampling import SamplingParams
 from protocol.share import NOBODYS, Share
 from protocol.trace import new_trace

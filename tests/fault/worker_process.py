@@ -20,7 +20,7 @@ from decode_workers.worker import DecodeWorker
 from engine.model_runner import ModelRunner
 from kv_transfer.choice import receiving_transports, sending_transports
 from prefill_workers.worker import PrefillWorker
-from protocol.messages import Role, WorkerRef
+from protocol.messages.workers import Role, WorkerRef
 from protocol.wire import WireServer
 from tests.fault.two_workers import SECRET, first_rank
 from worker.core import WorkerCore

@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.kills import counted, kill_one
 from benchmarks.lib.streams import KINDS, Answered, Request
-from protocol.messages import VARIES
+from protocol.messages.workers import VARIES
 from tests.integration.disturbed import begun, disturbed, until
 
 KILLS = 4

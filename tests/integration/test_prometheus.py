@@ -20,7 +20,8 @@ import httpx
 import pytest
 
 from protocol.cluster_view import WorkerState
-from protocol.messages import Duty, GpuReport
+from protocol.messages.load import GpuReport
+from protocol.messages.workers import Duty
 from telemetry.cluster_metrics import ClusterSample, WorkerSample
 from telemetry.metrics import Metrics
 from tests.integration.prometheus_server import DEPLOY, PROMETHEUS, PROMTOOL, RULE_FILES, Prometheus, start_prometheus

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from protocol.messages import DecodeLoad, LoadReport, PrefillLoad
+from protocol.messages.load import DecodeLoad, LoadReport, PrefillLoad
 
 NOTHING_PREFILLED = PrefillLoad(computed_tokens=0)
 

@@ -32,7 +32,7 @@ from configs.machine import memory_bytes, usable_cores
 from configs.schema import ClusterConfig
 from protocol.cluster_view import ClusterView, WorkerInfo, WorkerState
 from protocol.errors import UnavailableError
-from protocol.messages import Role
+from protocol.messages.workers import Role
 
 
 class _Lossy(io.TextIOBase):

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from cluster.commands.lib.http_client import ApiClient
 from protocol.errors import UnavailableError
-from protocol.messages import Duty, Role
+from protocol.messages.workers import Duty, Role
 
 _ASK_AGAIN_S = 0.2
 _PATIENCE_S = 60.0

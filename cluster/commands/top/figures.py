@@ -14,7 +14,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from protocol.messages import Duty
+from protocol.messages.workers import Duty
 
 RATE_S = 3.0
 """Rates and busy fractions are of the last so many seconds."""

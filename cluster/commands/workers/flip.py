@@ -11,7 +11,7 @@ from cluster.commands.lib.http_client import ApiClient
 from cluster.commands.lib.options import DEFAULT_URL, AdminKey, Url
 from cluster.commands.lib.waiting import current_workers
 from protocol.errors import InvalidRequestError
-from protocol.messages import Duty
+from protocol.messages.workers import Duty
 
 _OTHER = {Duty.PREFILL: Duty.DECODE, Duty.DECODE: Duty.PREFILL}
 

@@ -34,7 +34,7 @@ from cluster.commands.lib.waiting import (
 )
 from cluster.commands.workers.new_config import abort, parse_share, try_config
 from protocol.errors import InvalidRequestError, UnavailableError
-from protocol.messages import Role
+from protocol.messages.workers import Role
 
 Report = Callable[[str], None]
 """A function that is told what is being done, in words for people."""

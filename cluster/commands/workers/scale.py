@@ -12,7 +12,7 @@ from cluster.commands.lib.http_client import ApiClient
 from cluster.commands.lib.options import DEFAULT_URL, LONGEST_S, AdminKey, Url
 from cluster.commands.lib.waiting import Status, of_role, wait_for
 from protocol.errors import InvalidRequestError
-from protocol.messages import Role
+from protocol.messages.workers import Role
 
 _ROUTERS = "routers"
 _NAMES = (*(role.value for role in Role), _ROUTERS)

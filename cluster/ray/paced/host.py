@@ -18,7 +18,7 @@ from cluster.launcher import Started
 from cluster.ray.worker_process import WorkerProcess
 from configs.schema import ClusterConfig
 from protocol.errors import WorkerLostError
-from protocol.messages import Duty, Role, WorkerLife
+from protocol.messages.workers import Duty, Role, WorkerLife
 from telemetry.logging import name_component, setup_logging
 
 log = logging.getLogger(__name__)

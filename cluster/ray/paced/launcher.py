@@ -33,7 +33,7 @@ from cluster.ray.placement import Room
 from configs.arithmetic import ceil_div
 from configs.schema import ClusterConfig
 from protocol.errors import TandemError, WorkerLostError
-from protocol.messages import Duty, Role, WorkerLife
+from protocol.messages.workers import Duty, Role, WorkerLife
 
 _END_S = 15.0
 """Seconds that a host has to end a life before it is killed. A worker that closes slowly takes five of them."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from protocol.messages import Role
+from protocol.messages.workers import Role
 from router.dispatch.links import WorkerLink
 from router.rules.ranking import DecodeRanking, PrefillRanking
 

@@ -13,7 +13,7 @@ import logging
 import time
 import uuid
 
-from protocol.messages import Role
+from protocol.messages.workers import Role
 from router.dispatch.claim import Claim
 from router.dispatch.controller_client import ControllerClient
 from router.dispatch.roster import Roster

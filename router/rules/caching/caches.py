@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from protocol.cache.keys import SHORT_BYTES
 from protocol.cache.news import MOST_KEYS, CacheAsk, CacheNews
-from protocol.messages import WorkerLife
+from protocol.messages.workers import WorkerLife
 from router.rules.caching.cache_index import CacheIndex, Held
 
 _FRESH_S = 0.1

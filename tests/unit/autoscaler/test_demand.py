@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from autoscaler.demand import FRESH_S, DemandMeter, InTime
 from protocol.cluster_view import DemandCounts, RouterObservation, WorkerSeen
-from protocol.messages import Role
+from protocol.messages.workers import Role
 
 COUNTS = DemandCounts(
     arrived=1, prompt_tokens=100, squared_tokens=10_000, ended=1, answer_tokens=20, first_tokens=1, first_in_time=1

@@ -17,7 +17,7 @@ from configs.autoscale import AutoscaleConfig, SizeRange
 from configs.loader import load_config
 from configs.paced.profile import load_paced_profile
 from protocol.errors import ConfigError
-from protocol.messages import Role
+from protocol.messages.workers import Role
 from router.dispatch.status import needed_roles
 
 PREFILL, DECODE = Role.PREFILL, Role.DECODE

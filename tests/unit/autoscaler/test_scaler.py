@@ -16,7 +16,7 @@ from autoscaler.scaler import Autoscaler, Present, ScalerRecord
 from configs.loader import load_config
 from configs.paced.profile import load_paced_profile
 from protocol.cluster_view import DemandCounts, RouterObservation, SizeChanges, SizeDecision, WorkerSeen
-from protocol.messages import Role
+from protocol.messages.workers import Role
 
 PREFILL, DECODE = Role.PREFILL, Role.DECODE
 PACED = load_paced_profile("h200-8b")

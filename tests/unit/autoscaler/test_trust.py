@@ -8,7 +8,7 @@ import pytest
 
 from autoscaler.demand import Demand, InTime, RoleState
 from autoscaler.trust import JUDGE_S, Trust
-from protocol.messages import Role
+from protocol.messages.workers import Role
 
 PREFILL, DECODE = Role.PREFILL, Role.DECODE
 KEPT, MISSED = InTime(1.0, 1.0), InTime(0.5, 0.5)

@@ -25,7 +25,7 @@ from cluster.ray.session import check_port_free, local_environment
 from configs.schema import ClusterConfig, HttpConfig
 from protocol.cluster_view import ClusterView, WorkerInfo, WorkerState
 from protocol.errors import ConfigError, InvalidRequestError, OverloadedError, UnavailableError
-from protocol.messages import Role
+from protocol.messages.workers import Role
 from tests.unit.http_servers import serving, url_of
 
 

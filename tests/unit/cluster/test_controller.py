@@ -19,7 +19,7 @@ from configs.loader import load_config
 from configs.schema import ClusterConfig
 from protocol.cluster_view import ClusterView
 from protocol.errors import UnavailableError
-from protocol.messages import Role
+from protocol.messages.workers import Role
 from tests.unit.cluster.test_sizer import KeptRecords
 from tests.unit.cluster.test_supervisor import ScriptedLauncher, ScriptedRecords
 

@@ -14,7 +14,7 @@ from cluster.commands.workers.drain import drain_and_wait
 from cluster.commands.workers.rollout import roll_out
 from cluster.pool import Action, Drain, Pool, Remove, Start, Stop, WorkerIds
 from protocol.errors import AuthenticationError, InvalidRequestError, UnavailableError
-from protocol.messages import Role, WorkerRef
+from protocol.messages.workers import Role, WorkerRef
 
 
 class PooledCluster:

@@ -14,7 +14,7 @@ from configs.loader import load_config, served_context
 from configs.schema import ClusterConfig
 from engine.gpu_checks import Gpu, check_gpu, weight_bytes
 from engine.memory.kv_pool import token_bytes
-from protocol.messages import Role
+from protocol.messages.workers import Role
 from tests.unit.known_models import KNOWN
 
 EXAMPLES = Path(__file__).parents[3] / "configs" / "examples"

@@ -16,7 +16,7 @@ from cluster.ray.placement import Room, pool_of, unplaceable
 from configs.loader import load_config
 from configs.schema import ClusterConfig, PoolConfig
 from protocol.errors import ConfigError, InvalidRequestError
-from protocol.messages import Role
+from protocol.messages.workers import Role
 from tests.unit.known_models import KNOWN
 
 

@@ -13,7 +13,7 @@ from cluster.memory import WorkerMemory
 from cluster.ray import launcher as launchers
 from cluster.ray.launcher import RayLauncher
 from configs.schema import ClusterConfig
-from protocol.messages import Role
+from protocol.messages.workers import Role
 
 
 @pytest.mark.parametrize("failing_rank", [1, 2])

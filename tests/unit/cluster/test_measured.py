@@ -32,7 +32,7 @@ from configs.machine import usable_cores
 from configs.models import resolve
 from configs.profiles import DecodeTime, MachineProfile, PrefillTime, StepSizes, read_or_measure
 from configs.schema import ClusterConfig
-from protocol.messages import Role
+from protocol.messages.workers import Role
 from simulator.profile import LAPTOP, Profile
 from tests.tiny_models import tiny_facts
 

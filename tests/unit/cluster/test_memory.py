@@ -17,7 +17,7 @@ from configs.facts import ModelFacts
 from configs.models import resolve
 from configs.schema import ClusterConfig
 from protocol.errors import InvalidRequestError
-from protocol.messages import Role
+from protocol.messages.workers import Role
 
 GB = 10**9
 THREE_GB = WorkerMemory(kv_pool=2 * GB, weights=GB // 2, process=GB // 2)

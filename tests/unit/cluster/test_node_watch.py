@@ -15,7 +15,7 @@ from cluster.ray.placement import Room
 from cluster.supervisor import Supervisor
 from protocol.cluster_view import WorkerState
 from protocol.errors import UnavailableError
-from protocol.messages import Role, WorkerLife
+from protocol.messages.workers import Role, WorkerLife
 from tests.unit.cluster.test_sizer import room
 from tests.unit.cluster.test_supervisor import ScriptedLauncher, ScriptedRecords, all_ready, config, one, seen
 

@@ -10,7 +10,7 @@ import pytest
 from cluster.ray.actors import NamedActor
 from cluster.ray.paced.launcher import PacedLauncher
 from configs.schema import ClusterConfig, DecodeConfig, PrefillConfig
-from protocol.messages import Role, WorkerLife
+from protocol.messages.workers import Role, WorkerLife
 
 
 def test_lives_on_a_node_that_goes_are_known_and_none_begins_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from cluster.ray.placement import bundle_of, crowding, missing, threads_per_rank, unplaceable
 from configs.schema import ClusterConfig, DecodeConfig, PoolConfig, PrefillConfig
-from protocol.messages import Role
+from protocol.messages.workers import Role
 
 LAPTOP = [{"CPU": 2.0, "memory": 8e9}]
 GPU_NODES = [

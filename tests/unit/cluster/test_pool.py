@@ -29,7 +29,7 @@ from cluster.pool import (
 from cluster.records import ClusterRecord
 from protocol.cluster_view import WorkerState
 from protocol.errors import InvalidRequestError
-from protocol.messages import Role, WorkerRef
+from protocol.messages.workers import Role, WorkerRef
 
 
 def ready(pool: Pool, worker_id: str, epoch: int) -> None:

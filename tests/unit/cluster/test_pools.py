@@ -17,7 +17,7 @@ from configs.loader import load_config
 from configs.schema import ClusterConfig, DecodeConfig, PrefillConfig
 from protocol.cluster_view import WorkerInfo, WorkerState
 from protocol.errors import InvalidRequestError
-from protocol.messages import Duty, Role, WorkerLife, WorkerRef
+from protocol.messages.workers import Duty, Role, WorkerLife, WorkerRef
 
 
 def anything_fits(wanted: Mapping[Role, int], asked: Collection[Role]) -> None:

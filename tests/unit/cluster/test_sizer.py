@@ -19,7 +19,7 @@ from configs.loader import load_config
 from configs.schema import ClusterConfig
 from protocol.cluster_view import DemandCounts, RouterObservation, SizeDecision
 from protocol.errors import UnavailableError
-from protocol.messages import Duty, Role
+from protocol.messages.workers import Duty, Role
 from tests.unit.cluster.test_supervisor import ScriptedLauncher, ScriptedRecords, seen
 
 PREFILL, DECODE = Role.PREFILL, Role.DECODE

@@ -15,7 +15,7 @@ from cluster.supervisor import Supervisor
 from configs.schema import ClusterConfig, DecodeConfig, HttpConfig, LimitsConfig, PrefillConfig
 from protocol.cluster_view import ClusterView, RolloutPhase, RolloutState, WorkerInfo, WorkerState
 from protocol.errors import ConfigError, InvalidRequestError, UnavailableError, WorkerLostError
-from protocol.messages import Duty, Role, WorkerLife, WorkerRef
+from protocol.messages.workers import Duty, Role, WorkerLife, WorkerRef
 
 
 class ScriptedProcess:

@@ -13,7 +13,9 @@ from decode_workers.scheduler import DecodeScheduler
 from decode_workers.stream import Stream
 from engine.memory.prefix_cache import PrefixCache
 from kv_transfer.sender import OutgoingTransfer, PushPart
-from protocol.messages import Failed, Migrate, Migrated, Ticket, WorkerRef
+from protocol.messages.common import Failed
+from protocol.messages.decode import Migrate, Migrated
+from protocol.messages.workers import Ticket, WorkerRef
 from protocol.sampling import SamplingParams
 from router.dispatch.worker_calls import SEND_LEASES
 from tests.unit.simulated_time import run_in_simulated_time

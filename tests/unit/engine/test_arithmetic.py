@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.arithmetic import arithmetic_name, whole_arithmetic
-from protocol.messages import VARIES
+from protocol.messages.workers import VARIES
 
 
 def test_a_name_says_all_that_decides_about_bits() -> None:

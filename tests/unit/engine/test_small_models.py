@@ -14,7 +14,7 @@ from engine.batch import Chunk, SampledToken
 from engine.model_runner import ModelRunner, resolve_dtype
 from engine.scoring import PromptScores
 from protocol.errors import ConfigError
-from protocol.messages import VARIES
+from protocol.messages.workers import VARIES
 from protocol.sampling import SamplingParams
 from tests.unit.engine.conftest import SCALINGS, WINDOWS
 

@@ -18,7 +18,8 @@ from kv_transfer.tiers.occupied import Occupied
 from kv_transfer.tiers.pool_blocks import StagedBlocks, pool_blocks
 from kv_transfer.tiers.store import BlockStore
 from protocol.cache.keys import tenant_of
-from protocol.messages import DISK, MEMORY, KvLayout
+from protocol.messages.load import DISK, MEMORY
+from protocol.messages.workers import KvLayout
 from tests.unit.kv_transfer.two_ends import HEAD_DIM, HEADS, LAYERS, LAYOUT, pool
 
 BLOCK_SIZE = 8

@@ -25,16 +25,9 @@ from kv_transfer.transports.gloo import GlooTransport, SealedGlooTransport
 from kv_transfer.transports.loopback import LoopbackNetwork, LoopbackTransport
 from kv_transfer.transports.shared_memory import SharedMemoryReceiver, SharedMemorySender
 from protocol.endpoint import Endpoint
-from protocol.messages import (
-    KvLayout,
-    LoadReport,
-    PairOpen,
-    PushAnnounce,
-    PushCommit,
-    Ticket,
-    TransferAbort,
-    WorkerRef,
-)
+from protocol.messages.handoff import PairOpen, PushAnnounce, PushCommit, TransferAbort
+from protocol.messages.load import LoadReport
+from protocol.messages.workers import KvLayout, Ticket, WorkerRef
 from protocol.wire import WireServer
 from tests.unit.load_reports import load_report
 

@@ -11,7 +11,8 @@ from engine.memory.prefix_cache import PrefixCache
 from prefill_workers.checks import check_prefill
 from prefill_workers.scheduler import PrefillScheduler
 from protocol.errors import InvalidRequestError
-from protocol.messages import Prefill, Ticket, WorkerRef
+from protocol.messages.prefill import Prefill
+from protocol.messages.workers import Ticket, WorkerRef
 from protocol.sampling import MAX_PROMPT_LOGPROBS, SamplingParams
 from protocol.trace import new_trace
 from tests.unit.known_models import KNOWN

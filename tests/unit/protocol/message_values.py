@@ -12,16 +12,16 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from protocol import audit, gang, messages
+from protocol import audit, gang
 from protocol.cache import fetch, news, reset, shares
 from protocol.codec import _CLASSES
+from protocol.messages import common, decode, handoff, load, prefill
 
 EXAMPLES = 5_000 if os.environ.get("TANDEM_THOROUGH") else 200
 """Of each property, where it is about hostile bytes."""
 MESSAGES = sorted(_CLASSES.values(), key=lambda cls: cls.__name__)
-assert {module.__name__ for module in (audit, fetch, gang, messages, news, reset, shares)} == {
-    cls.__module__ for cls in MESSAGES
-}, "every module registers its own"
+_MODULES = (audit, common, decode, fetch, gang, handoff, load, news, prefill, reset, shares)
+assert {module.__name__ for module in _MODULES} == {cls.__module__ for cls in MESSAGES}, "every module registers its own"
 
 INT64 = st.one_of(st.integers(-(2**63), 2**64 - 1), st.sampled_from([-(2**63), -1, 0, 2**31, 2**62, 2**63 - 1, 2**64 - 1]))
 

@@ -11,7 +11,9 @@ from hypothesis import given, settings
 
 from protocol.codec import MAX_MESSAGE_BYTES, decode, encode
 from protocol.errors import ConfigError, OverloadedError, ProtocolError, error_from_code
-from protocol.messages import Failed, KvLayout, Release, Reserve
+from protocol.messages.common import Failed
+from protocol.messages.decode import Release, Reserve
+from protocol.messages.workers import KvLayout
 from protocol.trace import new_trace
 from tests.unit.protocol.message_values import EXAMPLES, any_message
 

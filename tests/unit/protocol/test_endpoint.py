@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from protocol.endpoint import Endpoint
-from protocol.messages import LoadReport, Ping
+from protocol.messages.common import Ping
+from protocol.messages.load import LoadReport
 from protocol.wire import WireClient, WireServer
 from tests.unit.load_reports import load_report
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from protocol.codec import _CLASSES, MAX_MESSAGE_BYTES, decode, encode
 from protocol.errors import ProtocolError
-from protocol.messages import Release
+from protocol.messages.decode import Release
 from tests.unit.protocol.message_values import EXAMPLES, any_message, fits
 
 MIB = 1 << 20

@@ -14,7 +14,8 @@ import zmq
 
 from protocol.codec import encode
 from protocol.errors import WorkerLostError
-from protocol.messages import Ping, Release
+from protocol.messages.common import Ping
+from protocol.messages.decode import Release
 from protocol.sockets import _server_key
 from protocol.wire import _NONCE_BYTES, WIRE_VERSION, WireClient, WireServer, _prove
 from tests.hostile_peers import RAW, TOO_LARGE, answer_to, dealer, idle_connections, say, watch, wire_tap

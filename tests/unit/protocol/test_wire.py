@@ -17,7 +17,8 @@ import zmq
 from protocol import wire
 from protocol.codec import MAX_MESSAGE_BYTES
 from protocol.errors import ProtocolError, WorkerLostError
-from protocol.messages import Ping, Release
+from protocol.messages.common import Ping
+from protocol.messages.decode import Release
 from protocol.sockets import client_socket
 from protocol.wire import PeerGone, WireClient, WireServer
 

@@ -28,7 +28,7 @@ from protocol.cluster_view import (
     WorkerInfo,
     WorkerState,
 )
-from protocol.messages import Duty, Role
+from protocol.messages.workers import Duty, Role
 from router.access.meter import Meter
 from router.access.rates import RateStore
 from router.access.usage.noting import UsageNotes

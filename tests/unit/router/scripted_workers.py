@@ -18,26 +18,11 @@ from protocol.audit import Audit, Books, Owner, PromptRow, TicketRow
 from protocol.cache.reset import CacheErased, CacheReset
 from protocol.endpoint import Endpoint
 from protocol.errors import KvTransferError, OverloadedError, TandemError
-from protocol.messages import (
-    Attach,
-    Attached,
-    Cancel,
-    DecodeLoad,
-    Failed,
-    FirstToken,
-    LoadReport,
-    Prefill,
-    Prefilled,
-    PrefillLoad,
-    Release,
-    Reserve,
-    Reserved,
-    Role,
-    StreamOutput,
-    Ticket,
-    TokenFrame,
-    WorkerRef,
-)
+from protocol.messages.common import Failed
+from protocol.messages.decode import Attach, Attached, Prefilled, Release, Reserve, Reserved, StreamOutput, TokenFrame
+from protocol.messages.load import DecodeLoad, LoadReport, PrefillLoad
+from protocol.messages.prefill import Cancel, FirstToken, Prefill
+from protocol.messages.workers import Role, Ticket, WorkerRef
 from protocol.sampling import FinishReason, PromptLogprobs, SamplingParams, TokenLogprobs, TokenProb
 from protocol.ticket import TicketState, reserved_tokens
 from protocol.wire import WireServer

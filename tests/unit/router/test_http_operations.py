@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from configs.schema import HttpConfig
 from protocol.errors import UnavailableError
-from protocol.messages import Duty, Role
+from protocol.messages.workers import Duty, Role
 from router.app import create_app
 
 Run = Callable[..., None]

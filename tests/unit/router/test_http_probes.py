@@ -14,7 +14,7 @@ import pytest
 from cluster.commands.lib.key_file import add_key
 from configs.schema import HttpConfig
 from protocol.cluster_view import ClusterView, WorkerState
-from protocol.messages import Role
+from protocol.messages.workers import Role
 
 Run = Callable[..., None]
 

@@ -11,7 +11,7 @@ from autoscaler.scaler import Autoscaler, Present
 from configs.loader import load_config
 from configs.paced.profile import load_paced_profile
 from protocol.cluster_view import RouterObservation
-from protocol.messages import Role
+from protocol.messages.workers import Role
 from simulator.cluster import Shape
 from simulator.profile import Profile
 from simulator.request import Request

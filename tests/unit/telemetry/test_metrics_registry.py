@@ -7,7 +7,8 @@ from dataclasses import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from protocol.cluster_view import AutoscalerState, SizeChanges, WorkerState
-from protocol.messages import Brought, DecodeLoad, Duty, GpuReport, LoadReport, Role, TierReport
+from protocol.messages.load import Brought, DecodeLoad, GpuReport, LoadReport, TierReport
+from protocol.messages.workers import Duty, Role
 from telemetry.cluster_metrics import ClusterSample, WorkerSample
 from telemetry.metrics import MOST_TENANTS, OTHERS, Metrics
 from tests.unit.load_reports import load_report

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from engine.gpu_checks import uuid_of
-from protocol.messages import GpuReport
+from protocol.messages.load import GpuReport
 from worker import core, gpus
 from worker.gpus import STALE_S, GpuWatch, NvmlReader
 

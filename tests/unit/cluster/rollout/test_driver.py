@@ -30,7 +30,7 @@ from protocol.cluster_view import (
     WorkerState,
 )
 from protocol.errors import ConfigError, InvalidRequestError, UnavailableError
-from protocol.messages import Role, WorkerLife, WorkerRef
+from protocol.messages.workers import Role, WorkerLife, WorkerRef
 from router.rules.rollout.duration_bins import binned
 from tests.unit.cluster.test_supervisor import ScriptedLauncher, ScriptedProcess, ScriptedRecords, seen
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cluster.pools import CheckRoom, Numbers
 from cluster.rollout.steps import Sizes, canary_workers, first_sizes, is_replaced, next_sizes, sizes_back
 from protocol.errors import InvalidRequestError
-from protocol.messages import Role
+from protocol.messages.workers import Role
 
 
 def numbers(sizes: Sizes, ready: Sizes | None = None) -> dict[Role, Numbers]:

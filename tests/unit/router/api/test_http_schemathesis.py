@@ -14,7 +14,7 @@ import pytest
 from benchmarks.clients.api_cases import Cases, command
 from cluster.commands.lib.key_file import add_key
 from configs.schema import HttpConfig
-from protocol.messages import Role
+from protocol.messages.workers import Role
 from router.api.body import Body
 from router.api.chat.body import ChatBody
 from router.api.completions.body import CompletionBody

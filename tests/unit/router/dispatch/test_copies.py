@@ -11,7 +11,7 @@ import pytest
 
 from configs.model_files.kv_window import WHOLE
 from configs.schema import ClusterConfig
-from protocol.messages import Role, WorkerLife
+from protocol.messages.workers import Role, WorkerLife
 from protocol.sampling import SamplingParams
 from router.dispatch.copies import Copies
 from router.dispatch.journal import Journal, KvCopy

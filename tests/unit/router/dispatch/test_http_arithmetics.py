@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from protocol.messages import Role
+from protocol.messages.workers import Role
 
 Run = Callable[..., None]
 TEXT = "one two three four five six seven eight nine ten"

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from protocol.messages import Role
+from protocol.messages.workers import Role
 
 FAST = {"heartbeat_s": 0.05, "lease_s": 1.0, "queue_s": 5.0}
 Run = Callable[..., None]

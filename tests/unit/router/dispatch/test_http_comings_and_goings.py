@@ -13,7 +13,7 @@ import pytest
 
 from protocol.cluster_view import WorkerState
 from protocol.errors import WorkerLostError
-from protocol.messages import Role
+from protocol.messages.workers import Role
 
 Run = Callable[..., None]
 TEXT = "one two three four five six seven eight nine ten"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from protocol.errors import OverloadedError
-from protocol.messages import Role
+from protocol.messages.workers import Role
 from router.dispatch import reservation
 
 Run = Callable[..., None]

@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 
 from protocol.errors import ContextLengthError, IncompatiblePeerError, WorkerLostError
-from protocol.messages import Duty, Failed, Prefill, Reserved, Role
+from protocol.messages.common import Failed
+from protocol.messages.decode import Reserved
+from protocol.messages.prefill import Prefill
+from protocol.messages.workers import Duty, Role
 
 Run = Callable[..., None]
 TEXT = "one two three four five six seven eight nine ten"

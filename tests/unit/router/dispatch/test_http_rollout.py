@@ -10,7 +10,7 @@ import pytest
 
 from protocol.cluster_view import RolloutObservation, RolloutPhase, RolloutState, WorkerState
 from protocol.errors import InvalidRequestError, TandemError, UnavailableError
-from protocol.messages import Role
+from protocol.messages.workers import Role
 from router.dispatch.journal import Journal
 from router.dispatch.links import WorkerLink
 from router.dispatch.reservation import Room, reserve

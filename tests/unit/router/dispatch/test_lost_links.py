@@ -9,7 +9,7 @@ import pytest
 
 from configs.schema import LimitsConfig
 from protocol.errors import WorkerLostError
-from protocol.messages import WorkerRef
+from protocol.messages.workers import WorkerRef
 from protocol.wire import WireClient
 from router.dispatch.links import WorkerLink
 from router.rules.caching.caches import Caches

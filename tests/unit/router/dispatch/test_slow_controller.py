@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from protocol.errors import UnavailableError
-from protocol.messages import Role
+from protocol.messages.workers import Role
 from router.dispatch import controller_client
 from router.dispatch.controller_client import ControllerOrders
 

@@ -7,7 +7,8 @@ import asyncio
 import pytest
 
 from protocol.errors import KvTransferError, WorkerLostError
-from protocol.messages import Failed, StreamOutput
+from protocol.messages.common import Failed
+from protocol.messages.decode import StreamOutput
 from protocol.sampling import FinishReason, SamplingParams
 from router.dispatch.journal import Arrival, Guesses, Journal, Tokens
 from router.dispatch.streams import OpenStreams, TokenStream

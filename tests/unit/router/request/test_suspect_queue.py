@@ -11,7 +11,7 @@ import pytest
 
 from configs.schema import LimitsConfig
 from protocol.errors import UnavailableError, WorkerLostError
-from protocol.messages import WorkerLife
+from protocol.messages.workers import WorkerLife
 from protocol.sampling import FinishReason, SamplingParams
 from router.dispatch.journal import Journal
 from router.request.pipeline import Pipeline

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.messages import LoadReport
+from protocol.messages.load import LoadReport
 from router.rules.busy import WINDOW_S, BusyMeter
 from tests.unit.load_reports import load_report
 

@@ -14,7 +14,7 @@ from engine.memory.cache_teller import CacheTeller
 from engine.memory.prefix_cache import PrefixCache
 from protocol.cache.keys import block_keys
 from protocol.cache.news import MOST_KEYS, CacheAsk, CacheNews
-from protocol.messages import WorkerLife
+from protocol.messages.workers import WorkerLife
 from router.rules.caching.caches import Caches
 
 LIFE = WorkerLife("prefill-0", 3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from protocol.messages import WorkerRef
+from protocol.messages.workers import WorkerRef
 from protocol.sampling import SamplingParams
 from router.dispatch.journal import Journal
 from router.rules.exactness import Reason, Way, why_inexact

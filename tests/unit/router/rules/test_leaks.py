@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from protocol.audit import Books, Owner, PairRow, PinRow, PromptRow, SendRow, TicketRow
-from protocol.messages import Role, WorkerRef
+from protocol.messages.workers import Role, WorkerRef
 from protocol.ticket import TicketState
 from router.rules.leaks import Audited, find_leaks
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.messages import LoadReport
+from protocol.messages.load import LoadReport
 from router.rules.caching.reach import NO_REACH, Reach
 from router.rules.ranking import DecodeRanking, PrefillRanking
 from router.rules.worker_load import Outstanding, WorkerLoad, blocks_for

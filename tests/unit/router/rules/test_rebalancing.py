@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from protocol.messages import LoadReport
+from protocol.messages.load import LoadReport
 from router.rules.balance import Shift, evening, rebalancing
 from router.rules.worker_load import Outstanding, WorkerLoad
 from tests.unit.load_reports import decode_report

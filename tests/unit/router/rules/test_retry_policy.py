@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.errors import KvTransferError, PoisonError, UnavailableError, WorkerLostError
-from protocol.messages import Attach, Role, WorkerLife
+from protocol.messages.decode import Attach
+from protocol.messages.workers import Role, WorkerLife
 from router.rules.retry_policy import RecentDeaths, RetryPolicy, UnreachedPairs
 
 Run = Callable[..., None]
