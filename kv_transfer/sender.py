@@ -289,7 +289,7 @@ class SendingPair:
         self._on_sent(self.token_bytes * sum(part.num_tokens for part in parts))
 
     def _told(self, message: object) -> None:
-        """Decode speaks without being asked: load reports, which are for routers, and the end of the channel."""
+        """What decode says without being asked: the end of the channel."""
         if isinstance(message, PairClosed):
             log.warning("%s closed the KV channel: %s", self.peer.worker_id, message.reason)
             self.broken = True

@@ -13,6 +13,7 @@ import types
 import typing
 from collections.abc import Callable
 from enum import Enum
+from operator import attrgetter
 from typing import Any, TypeVar, Union
 
 import msgpack
@@ -36,6 +37,7 @@ class _Mismatch(Exception):
 _TAGS: dict[type[Any], int] = {}
 _CLASSES: dict[int, type[Any]] = {}
 _CHECKS: dict[type[Any], tuple[_Check, ...]] = {}
+_GETTERS: dict[type[Any], Callable[[Any], tuple[Any, ...]]] = {}
 
 
 def message(tag: int) -> Callable[[type[_T]], type[_T]]:
@@ -105,8 +107,14 @@ def _count_lists() -> Callable[[list[Any]], list[Any]]:
     return count
 
 
-def _fields(value: Any) -> list[Any]:
-    return [getattr(value, field.name) for field in dataclasses.fields(value)]
+def _fields(value: Any) -> tuple[Any, ...]:
+    getter = _GETTERS.get(type(value))
+    if getter is None:
+        names = [field.name for field in dataclasses.fields(value)]
+        getter = attrgetter(*names) if len(names) > 1 else lambda one: tuple(getattr(one, name) for name in names)
+        _GETTERS[type(value)] = getter
+    values: tuple[Any, ...] = getter(value)
+    return values
 
 
 def _plain(value: Any) -> Any:

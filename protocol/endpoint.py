@@ -95,8 +95,9 @@ class Endpoint:
     """Owns the server socket.
 
     Those who answer messages also send them, so an endpoint is made first, for them to send by, and told its handlers when it
-    runs. A peer that is silent for `lease_s` seconds is lost; load is reported every `heartbeat_s` seconds at least, and at
-    once to a peer that is new.
+    runs. A peer that is silent for `lease_s` seconds is lost. One that wants to know the load is told it when it has changed,
+    every `heartbeat_s` seconds at least, and at once when it is new. The others get a `Ping` as often: a connection that has
+    closed is noticed when something is sent.
     """
 
     def __init__(self, server: WireServer, *, lease_s: float, heartbeat_s: float) -> None:
@@ -108,6 +109,8 @@ class Endpoint:
         self._heartbeat_s = heartbeat_s
         self._changed = asyncio.Event()
         self._known: set[bytes] = set()
+        self._watching: set[bytes] = set()
+        """Peers that want load reports."""
         self._refusals = Refusals(log)
 
     async def run(
@@ -153,8 +156,9 @@ class Endpoint:
                 call_id = None if isinstance(message, Failed) else getattr(message, "call_id", None)
                 self._refuse(peer, call_id, ProtocolError(f"a {type(message).__name__} is not for this worker"))
                 continue
-            if peer not in self._known:
-                self._known.add(peer)
+            self._known.add(peer)
+            if isinstance(message, Ping) and message.wants_load and peer not in self._watching:
+                self._watching.add(peer)
                 self._changed.set()  # it knows nothing of the load yet
             handler(peer, message)
 
@@ -164,6 +168,7 @@ class Endpoint:
             self.send(peer, Failed.from_error(call_id, error))
 
     async def _send_reports(self) -> None:
+        beat_at = 0.0
         while True:
             try:
                 async with asyncio.timeout(self._heartbeat_s):
@@ -172,9 +177,14 @@ class Endpoint:
                 pass
             self._changed.clear()
             assert self._report is not None, "it runs"
-            report = self._report()
+            report, beats = self._report(), time.monotonic() >= beat_at
+            if beats:
+                beat_at = time.monotonic() + self._heartbeat_s
             for peer in self._server.peers():
-                self.send(peer, report)
+                if peer in self._watching:
+                    self.send(peer, report)
+                elif beats and peer in self._known:
+                    self.send(peer, Ping())
             await asyncio.sleep(REPORT_GAP_S)
 
     async def _watch_peers(self) -> None:
@@ -189,6 +199,7 @@ class Endpoint:
 
     def _forget(self, peer: bytes) -> None:
         self._server.forget(peer)
+        self._watching.discard(peer)
         if peer in self._known:
             assert self._lost is not None, "a peer is known when it has spoken"
             self._known.discard(peer)

@@ -71,7 +71,7 @@ class _Connection:
     """One connection, and the tasks that read from it and keep it alive."""
 
     def __init__(self, client: WireClient, heartbeat_s: float) -> None:
-        self.caller = CallClient(client, lambda message: None)  # it tells its load, which is for routers
+        self.caller = CallClient(client, lambda message: None)
         self._heartbeat_s = heartbeat_s
         self._tasks = [asyncio.create_task(self.caller.run()), asyncio.create_task(self._ping())]
 

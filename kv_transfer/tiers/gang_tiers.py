@@ -72,11 +72,12 @@ class GangTiers:
         """Number of leading keys whose blocks lie in this tier, as far as is known."""
         return self._own.match(name, keys)
 
-    def put(self, key: bytes, salt: str, block: int) -> None:
-        """Write a block, which nobody writes meanwhile, into each tier that does not have it."""
-        asked = self._ask(lambda call_id: TierWrite(call_id, key, salt, block), TierDone)
+    def put(self, blocks: Sequence[tuple[bytes, str, int]]) -> None:
+        """Write blocks, which nobody writes meanwhile, into each tier that does not have them: key, salt, place in the pool."""
+        keys, salts, places = zip(*blocks, strict=True)
+        asked = self._ask(lambda call_id: TierWrite(call_id, keys, salts, places), TierDone)
         try:
-            self._own.put(key, salt, block)
+            self._own.put(blocks)
         finally:
             self._answers(asked)
 
@@ -163,7 +164,8 @@ class TierHost:
         return TierDone(message.call_id, count)
 
     async def _write(self, message: TierWrite) -> TierDone:
-        await self._to_writing(self._opened.put, message.key, message.salt, message.block)
+        blocks = list(zip(message.keys, message.salts, message.blocks, strict=True))
+        await self._to_writing(self._opened.put, blocks)
         return TierDone(message.call_id, 0)
 
     async def _look(self, message: TierLook) -> TierLooked:

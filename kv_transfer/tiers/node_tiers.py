@@ -70,8 +70,8 @@ class Tiers(Protocol):
     def match(self, name: str, keys: Sequence[bytes]) -> int:
         """Number of leading keys whose blocks lie in this tier, as far as is known."""
 
-    def put(self, key: bytes, salt: str, block: int) -> None:
-        """Write a block, which nobody writes meanwhile, into each tier that does not have it."""
+    def put(self, blocks: Sequence[tuple[bytes, str, int]]) -> None:
+        """Write blocks, which nobody writes meanwhile, into each tier that does not have them: key, salt, place in the pool."""
 
     def get(self, name: str, keys: Sequence[bytes], blocks: Sequence[int]) -> int:
         """Read blocks of the caller's own from a tier, one for each key. Returns how many of the first ones were had."""
@@ -129,11 +129,13 @@ class NodeTiers:
             count = min(count, store.match(self._shares(keys, rank)))
         return count
 
-    def put(self, key: bytes, salt: str, block: int) -> None:
-        """Write a block, which nobody writes meanwhile, into each tier that does not have it."""
-        (own,) = self._shares((key,), self._rank)
+    def put(self, blocks: Sequence[tuple[bytes, str, int]]) -> None:
+        """Write blocks, which nobody writes meanwhile, into each tier that does not have them: key, salt, place in the pool."""
+        own = self._shares([key for key, _, _ in blocks], self._rank)
         for tier in self._tiers.values():
-            tier.store.put(own, tenant_of(salt), self._going.outgoing(block))
+            tier.store.put(
+                (key, tenant_of(salt), self._going.outgoing(block)) for key, (_, salt, block) in zip(own, blocks, strict=True)
+            )
 
     def get(self, name: str, keys: Sequence[bytes], blocks: Sequence[int]) -> int:
         """Read blocks of the caller's own from a tier, one for each key. Returns how many of the first ones were had.

@@ -124,7 +124,8 @@ class Offload:
         if pin is None:
             self._waiting = OrderedDict(batch) | self._waiting  # prompts need the pool now
             return False
-        writing = loop.run_in_executor(self._thread, self._put, batch, list(pin.table))
+        placed = [(key, salt, block) for (key, salt), block in zip(batch, pin.table, strict=True)]
+        writing = loop.run_in_executor(self._thread, self._tiers.put, placed)
         try:
             await asyncio.shield(writing)
         except asyncio.CancelledError:
@@ -135,10 +136,6 @@ class Offload:
             self._on_change()
         self._note_written(keys)
         return bool(self._waiting)
-
-    def _put(self, batch: Sequence[tuple[bytes, str]], blocks: Sequence[int]) -> None:
-        for (key, salt), block in zip(batch, blocks, strict=True):
-            self._tiers.put(key, salt, block)
 
     def _note_written(self, keys: Sequence[bytes]) -> None:
         now = time.monotonic()

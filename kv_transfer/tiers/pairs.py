@@ -1,5 +1,7 @@
 """A block's file and its row in the index, which come and go together: the file inside of the row's transaction.
 
+Every process of the node has to wait for the others' transactions. So blocks that are stored together are one.
+
 A process that is killed in between leaves a row without a file, which is a miss, or a file without a row. `bring_in_line` finds
 both: after an index was opened, and before blocks are erased.
 """
@@ -7,9 +9,10 @@ both: after an index was opened, and before blocks are erased.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 from kv_transfer.tiers.block_file import BlockFiles, Found, Inspected
 from kv_transfer.tiers.folder import locked
@@ -18,6 +21,15 @@ from kv_transfer.tiers.store_index import Rows, StoreIndex
 _AT_ONCE = 256
 """Blocks that one transaction removes or adds, at most."""
 _LOCK_S = 60.0
+
+
+class Written(NamedTuple):
+    """A block in a temporary file."""
+
+    path: str
+    key: bytes
+    tenant: bytes
+    """The tag of its tenant (`block_file.tenant_tag`)."""
 
 
 class Pairs:
@@ -38,30 +50,33 @@ class Pairs:
         self._on_removed = on_removed
         self._on_evicted = on_evicted
 
-    def add(self, index: StoreIndex, path: str, key: bytes, tenant: bytes, uses: Iterable[tuple[bytes, int]]) -> bool:
-        """Move a file that was written to its place, and evict others for it. Returns False if another process was faster.
+    def add(self, index: StoreIndex, written: Sequence[Written], uses: Iterable[tuple[bytes, int]]) -> int:
+        """Move files to their places, and evict others for them. Returns how many are new: not those that another process
+        has stored meanwhile.
 
-        First notes the `uses` of other blocks: their keys, and how many nanoseconds ago. Raises sqlite3.Error and OSError.
+        First notes the `uses` of other blocks: their keys, and how many nanoseconds ago. Raises sqlite3.Error and OSError, and
+        then has stored none.
         """
-        moved = False
+        moved: list[bytes] = []
         try:
             with index.transaction() as rows:
                 rows.touch(uses)
-                if rows.has(key):
-                    if self._files.exists(key):
-                        rows.touch([(key, 0)])
-                        return False
-                    rows.delete(key)
-                self._files.move(path, key)
-                moved = True
-                rows.insert(key, tenant, self._files.file_bytes)
-                num_evicted = self._evict(rows)
-        except sqlite3.Error:
-            if moved:
+                for path, key, tenant in written:
+                    if rows.has(key):
+                        if self._files.exists(key):
+                            rows.touch([(key, 0)])
+                            continue
+                        rows.delete(key)
+                    self._files.move(path, key)
+                    moved.append(key)
+                    rows.insert(key, tenant, self._files.file_bytes)
+                num_evicted = self._evict(rows) if moved else 0
+        except (sqlite3.Error, OSError):
+            for key in moved:
                 self._files.remove(key)
             raise
         self._on_evicted(num_evicted)
-        return True
+        return len(moved)
 
     def forget(self, index: StoreIndex, key: bytes, inspected: Inspected) -> None:
         """Remove a block that was found not to be whole, unless it was stored anew meanwhile. Raises sqlite3.Error."""

@@ -18,7 +18,8 @@ from __future__ import annotations
 import logging
 import sqlite3
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock, Thread
@@ -27,7 +28,7 @@ from typing import TypeVar
 from kv_transfer.tiers.block_file import BlockFiles, Found, Inspected, tenant_tag
 from kv_transfer.tiers.current_index import CurrentIndex
 from kv_transfer.tiers.folder import open_folder
-from kv_transfer.tiers.pairs import Pairs
+from kv_transfer.tiers.pairs import Pairs, Written
 from kv_transfer.tiers.store_index import StoreIndex
 from protocol.errors import ConfigError, UnavailableError
 
@@ -125,22 +126,21 @@ class BlockStore:
         """Return the number of leading keys that are stored. `get` may still miss them."""
         return self._ask(lambda index: index.match(keys), 0)
 
-    def put(self, key: bytes, tenant: str, parts: Sequence[memoryview]) -> bool:
-        """Store a block, and evict those used least recently for it. `parts` are its bytes, one after the other.
+    def put(self, blocks: Iterable[tuple[bytes, str, Sequence[memoryview]]]) -> int:
+        """Store blocks, and evict those used least recently for them: key, tenant, and the bytes, one part after the other. A
+        block's bytes are written before the next block is asked for.
 
-        Returns False if it is stored already, and notes that it is used; also if it can't be written.
+        Returns how many are new. Of one that is stored already it notes that it is used. One that can't be written is counted.
         """
-        there = self._ask(lambda index: index.has(key) and self._files.exists(key), None)
-        if there:
-            self._note(key)
-            return False
-        stored = None if there is None else self._store(key, tenant_tag(tenant), parts)
+        with ExitStack() as temporary:
+            written = [self._write(key, tenant, parts, temporary) for key, tenant, parts in blocks if not self._is_there(key)]
+            whole = [each for each in written if each is not None]
+            num_stored = self._add(whole) if whole else 0
         with self._lock:
-            self._counts.failed_writes += stored is None
-            if stored:
-                self._counts.stored += 1
-                self._counts.bytes_written += self._block_bytes
-        return bool(stored)
+            self._counts.failed_writes += len(written) - (len(whole) if num_stored is not None else 0)
+            self._counts.stored += num_stored or 0
+            self._counts.bytes_written += (num_stored or 0) * self._block_bytes
+        return num_stored or 0
 
     def get(self, key: bytes, parts: Sequence[memoryview]) -> bool:
         """Read a block into `parts`. If it returns False, they may hold anything."""
@@ -191,16 +191,34 @@ class BlockStore:
             self._current.report(index, error)
             return otherwise
 
-    def _store(self, key: bytes, tag: bytes, parts: Sequence[memoryview]) -> bool | None:
-        """Write a block. Returns False if another process was faster, None if it can't be written."""
+    def _is_there(self, key: bytes) -> bool:
+        """Whether a block is stored already, which is noted as a use."""
+        there = self._ask(lambda index: index.has(key) and self._files.exists(key), False)
+        if there:
+            self._note(key)
+        return there
+
+    def _write(self, key: bytes, tenant: str, parts: Sequence[memoryview], temporary: ExitStack) -> Written | None:
+        """Write a block to a temporary file, which is there until `temporary` closes. None if it can't be written."""
+        tag = tenant_tag(tenant)
         try:
-            with self._files.written(key, tag, parts) as path:
-                return self._ask(lambda index: self._pairs.add(index, path, key, tag, self._take_notes()), None)
+            return Written(temporary.enter_context(self._files.written(key, tag, parts)), key, tag)
         except OSError as error:
-            level = logging.DEBUG if self._warned else logging.WARNING
-            log.log(level, "%s: blocks can't be written: %s", self._folder, error.strerror)
-            self._warned = True
+            self._warn(error)
             return None
+
+    def _add(self, written: Sequence[Written]) -> int | None:
+        """Store what was written. Returns how many were new, None if they can't be stored."""
+        try:
+            return self._ask(lambda index: self._pairs.add(index, written, self._take_notes()), None)
+        except OSError as error:
+            self._warn(error)
+            return None
+
+    def _warn(self, error: OSError) -> None:
+        level = logging.DEBUG if self._warned else logging.WARNING
+        log.log(level, "%s: blocks can't be written: %s", self._folder, error.strerror)
+        self._warned = True
 
     def _start_scan(self, index: StoreIndex) -> None:
         """Bring an index that was just opened in line with the files, in a thread of its own."""

@@ -15,6 +15,7 @@ Whatever is wrong with the database raises sqlite3.Error. `is_damage` tells what
 from __future__ import annotations
 
 import os
+import random
 import sqlite3
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,6 +27,9 @@ from typing import Any
 
 _BUSY_S = 1.0
 """How long to wait for another process's transaction."""
+_LOOK_S = 0.005, 0.015
+"""From one look whether it is over to the next. SQLite itself looks every 100 ms in the end: where many wait, some come too
+late again and again, while nobody holds the database."""
 _MATCHED = 256
 """Keys that one query looks for."""
 _FARTHEST_NS = 2**62
@@ -147,6 +151,7 @@ class StoreIndex:
             if described is None:
                 raise DamagedIndexError("there is no state")
             self._writer = _connect(path)
+            self._writer.execute("PRAGMA busy_timeout = 0")  # see `_begin`
         except sqlite3.Error:
             self._reader.close()
             raise
@@ -186,7 +191,7 @@ class StoreIndex:
     def transaction(self) -> Iterator[Rows]:
         """Hold the database against other writers. What is changed is there for all once the block ends without an error."""
         with self._writing:
-            self._writer.execute("BEGIN IMMEDIATE")
+            self._begin()
             try:
                 if not self.is_current():
                     raise sqlite3.OperationalError("the index was replaced")
@@ -196,6 +201,18 @@ class StoreIndex:
                 with suppress(sqlite3.Error):
                     self._writer.execute("ROLLBACK")
                 raise
+
+    def _begin(self) -> None:
+        """Begin a transaction that writes. Raises sqlite3.OperationalError where others hold the database for too long."""
+        deadline = time.monotonic() + _BUSY_S
+        while True:
+            try:
+                self._writer.execute("BEGIN IMMEDIATE")
+                return
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                    raise
+            time.sleep(random.uniform(*_LOOK_S))
 
     def has(self, key: bytes) -> bool:
         """Return whether a block is in the index."""

@@ -38,12 +38,13 @@ class TierRead:
 @message(82)
 @dataclass(frozen=True)
 class TierWrite:
-    """Write a block of the pool, which nobody writes meanwhile, into each tier. Nothing is counted."""
+    """Write blocks of the pool, which nobody writes meanwhile, into each tier. Nothing is counted."""
 
     call_id: int
-    key: bytes
-    salt: str
-    block: int
+    keys: tuple[bytes, ...]
+    salts: tuple[str, ...]
+    """As many as there are keys, and so are the blocks."""
+    blocks: tuple[int, ...]
 
 
 @message(83)

@@ -30,4 +30,10 @@ class Failed:
 @message(2)
 @dataclass(frozen=True)
 class Ping:
-    """Sent by every client of a worker once a second: it renews the leases of all that this client owns there."""
+    """Sent by every client of a worker once a second: it renews the leases of all that this client owns there.
+
+    A worker sends it to its clients, too, where they do not get load reports.
+    """
+
+    wants_load: bool = False
+    """Whether the client is to be sent load reports, from its first such message on."""

@@ -127,8 +127,8 @@ class DecodeLoad:
 class LoadReport:
     """What a worker is doing: a common part, and one for each role that it has.
 
-    It is sent to every client when it changes (at most every 50 ms), and once a second anyway. The properties answer for a
-    worker of any role; what its roles don't have is 0.
+    It is sent when it changes (at most every 50 ms), and once a second anyway, to clients that want it. The
+    properties answer for a worker of any role; what its roles don't have is 0.
     """
 
     worker_id: str

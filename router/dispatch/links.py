@@ -135,7 +135,7 @@ class WorkerLink:
         limits, connection = self._limits, self.connection
         listening = Listening(limits.lease_s)
         while True:
-            connection.tell(Ping())
+            connection.tell(Ping(wants_load=True))
             await asyncio.sleep(limits.heartbeat_s)
             listening.look()
             if self._caches is not None:

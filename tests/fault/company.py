@@ -82,7 +82,7 @@ class Insider:
         with suppress(WorkerLostError):
             while True:
                 message = await self.client.receive()
-                if not isinstance(message, LoadReport):
+                if not isinstance(message, LoadReport | Ping):
                     self.answers.append(message)
 
     async def _ping(self) -> None:

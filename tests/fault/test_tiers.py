@@ -355,10 +355,12 @@ def test_what_is_being_written_when_all_is_erased_does_not_stay(
 ) -> None:
     put, begun = BlockStore.put, threading.Event()
 
-    def slow(store: Any, key: bytes, tenant: str, parts: Any) -> bool:
-        begun.set()
-        time.sleep(0.02)
-        return put(store, key, tenant, parts)
+    def slow(store: Any, blocks: Any) -> int:
+        for each in blocks:
+            begun.set()
+            time.sleep(0.02)
+            put(store, [each])
+        return 0
 
     async def scenario() -> None:
         monkeypatch.setattr(BlockStore, "put", slow)

@@ -166,7 +166,7 @@ async def connect_router(
             for output in message.outputs:
                 frames[output.ticket_id].put_nowait(output)
         else:
-            assert isinstance(message, LoadReport)
+            assert isinstance(message, LoadReport | Ping)
 
     callers = []
     for worker in (prefill, decode):
@@ -236,7 +236,7 @@ async def leaks_of(workers: Iterable[WorkerRef]) -> list[Leak]:
 async def _ping(caller: CallClient) -> None:
     with contextlib.suppress(WorkerLostError):
         while True:
-            caller.send(Ping())
+            caller.send(Ping(wants_load=True))
             await asyncio.sleep(0.1)
 
 

@@ -30,7 +30,11 @@ def opened(folder: Path, max_blocks: int = 1000, described: bytes = b"model") ->
 
 
 def put(store: BlockStore, of: bytes, tenant: str = "a") -> bool:
-    return store.put(of, tenant, slices(content(of)))
+    return store.put([(of, tenant, slices(content(of)))]) == 1
+
+
+def put_together(store: BlockStore, *keys: bytes) -> int:
+    return store.put((each, "a", slices(content(each))) for each in keys)
 
 
 def get(store: BlockStore, of: bytes) -> bool:

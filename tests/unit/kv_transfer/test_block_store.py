@@ -35,6 +35,7 @@ from tests.unit.kv_transfer.stored_blocks import (
     opened,
     path_of,
     put,
+    put_together,
     slices,
 )
 
@@ -62,7 +63,7 @@ NUMBERS, WHICH = st.integers(0, 8), st.integers(0, 1)
 @pytest.mark.parametrize("width", [1, 700, BLOCK_BYTES])
 def test_a_block_comes_back_whatever_its_parts(folder: Path, store: BlockStore, width: int) -> None:
     """Parts of one byte are more than one call of the system takes."""
-    assert store.put(key(0), "a", slices(content(key(0)), width))
+    assert store.put([(key(0), "a", slices(content(key(0)), width))]) == 1
     found = bytearray(BLOCK_BYTES)
     assert store.get(key(0), slices(found, width))
     assert found == content(key(0))
@@ -286,6 +287,19 @@ class StoreMachine(RuleBasedStateMachine):
         self.stores[which].note_uses()  # tells the other store what this one has used
         self.model.setdefault(of, tenant)
         self.use(of)
+        while len(self.model) > self.max_blocks:
+            del self.model[next(iter(self.model))]
+
+    @rule(numbers=st.lists(NUMBERS, unique=True, max_size=8), which=WHICH)
+    def put_together(self, numbers: list[int], which: int) -> None:
+        """All are there, or new, before any has to give way."""
+        there = [key(number) for number in numbers if key(number) in self.model]
+        new = [key(number) for number in numbers if key(number) not in self.model]
+        assert put_together(self.stores[which], *map(key, numbers)) == len(new)
+        self.stores[which].note_uses()
+        for of in (*there, *new):
+            self.model.setdefault(of, "a")
+            self.use(of)
         while len(self.model) > self.max_blocks:
             del self.model[next(iter(self.model))]
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import os
 import random
 import shutil
+import sqlite3
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kv_transfer.tiers import current_index
 from kv_transfer.tiers.store import BlockStore
+from kv_transfer.tiers.store_index import Rows
 from protocol.errors import UnavailableError
 from tests.unit.kv_transfer.stored_blocks import (
     BLOCK_BYTES,
@@ -30,6 +34,7 @@ from tests.unit.kv_transfer.stored_blocks import (
     opened,
     path_of,
     put,
+    put_together,
 )
 
 
@@ -159,6 +164,37 @@ def test_all_of_the_folder_is_removed(folder: Path, store: BlockStore) -> None:
     assert put(store, key(0))
     check_integrity(store, folder)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("fails", ["rename", "insert"])
+def test_blocks_that_are_stored_together_are_all_there_or_none(
+    folder: Path, store: BlockStore, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """The third of them can't be moved to its place, or not be noted in the index."""
+    put(store, key(0))
+    calls = itertools.count(1)
+    rename, insert = os.rename, Rows.insert
+
+    def move(source: str, target: str) -> None:
+        if fails == "rename" and next(calls) == 3:
+            raise OSError(errno.EIO, "Input/output error")
+        rename(source, target)
+
+    def note(rows: Rows, *what: Any) -> None:
+        if fails == "insert" and next(calls) == 3:
+            raise sqlite3.OperationalError("disk I/O error")
+        insert(rows, *what)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rename", move)
+        patched.setattr(Rows, "insert", note)
+        assert put_together(store, *(key(number) for number in range(6))) == 0
+    assert store.stats.failed_writes == 5
+    assert files_in(folder) == {key(0)}
+    check_integrity(store, folder)
+    assert put_together(store, *(key(number) for number in range(6))) == 5
+    assert store.stats.stored == 6
+    check_integrity(store, folder)
 
 
 def test_a_full_disk_is_told_once(

@@ -83,7 +83,7 @@ for turn in range(count):
     key = blake2b(chance.randrange(60).to_bytes(4, "little"), digest_size=32).digest()
     data = shake_128(key).digest(3000)
     if chance.random() < 0.5:
-        store.put(key, "ab"[key[0] % 2], [memoryview(data)])
+        store.put([(key, "ab"[key[0] % 2], [memoryview(data)])])
     elif store.get(key, [memoryview(found)]):
         assert found == data, "wrong bytes"
     if turn % 7 == 0:

@@ -41,7 +41,7 @@ def num_taken(folder: Path, layout: KvLayout) -> int:
 def test_a_disk_tier_outlives_an_upgrade_but_not_other_positions(tmp_path: Path) -> None:
     blocks = pool_blocks(pool(block_size=BLOCK_SIZE).data)
     store = BlockStore(tmp_path, BEFORE.encode(), blocks.block_bytes, 2**20)
-    assert store.put(KEY, tenant_of(""), blocks.outgoing(0))
+    assert store.put([(KEY, tenant_of(""), blocks.outgoing(0))])
     store.close()
     assert num_taken(tmp_path, LAYOUT) == 1
     assert num_taken(tmp_path, replace(LAYOUT, positions="rope=linear-2-0123abcd")) == 0
@@ -58,7 +58,7 @@ def test_two_tiers_are_read_at_once_into_a_pool_on_a_device(tmp_path: Path, monk
     stores = {name: BlockStore(tmp_path / name, b"model", block_bytes, 2**20) for name in (MEMORY, DISK)}
     outgoing = StagedBlocks(blocks)
     for number, key in enumerate(keys):
-        stores[MEMORY if number < num_each else DISK].put(key, tenant_of(""), outgoing.outgoing(number))
+        stores[MEMORY if number < num_each else DISK].put([(key, tenant_of(""), outgoing.outgoing(number))])
     occupied = {name: Occupied(tmp_path / name, b"model", keep=False) for name in stores}
     tiers = NodeTiers({name: _Tier(stores[name], occupied[name], 0.0) for name in stores}, blocks)
     blocks.zero_()

@@ -24,11 +24,40 @@ def test_a_peer_that_is_new_hears_at_once() -> None:
         try:
             for _ in range(2):
                 client = await WireClient.connect(server.address, SECRET, 5)
-                client.send(Ping())
+                client.send(Ping(wants_load=True))
                 async with asyncio.timeout(10):
                     assert isinstance(await client.receive(), LoadReport)
                 client.close()
         finally:
+            running.cancel()
+            await asyncio.wait([running])
+
+    asyncio.run(scenario())
+
+
+def test_load_is_told_to_those_alone_that_want_it() -> None:
+    """Others, such as the prefill workers of a decode worker, get as many beats as there are heartbeats."""
+
+    async def scenario() -> None:
+        server = WireServer(SECRET, "127.0.0.1")
+        endpoint = Endpoint(server, lease_s=HEARTBEAT_S, heartbeat_s=0.5)
+        running = asyncio.create_task(endpoint.run({}, lambda: load_report("decode-0", epoch=5), lambda peer: None))
+        router, other = [await WireClient.connect(server.address, SECRET, 5) for _ in range(2)]
+        router.send(Ping(wants_load=True))
+        other.send(Ping())
+        try:
+            num_beats = 0
+            async with asyncio.timeout(30):
+                while num_beats < 3:
+                    heard = asyncio.create_task(other.receive())
+                    while not heard.done():
+                        endpoint.load_changed()
+                        assert isinstance(await router.receive(), LoadReport)
+                    assert await heard == Ping()
+                    num_beats += 1
+        finally:
+            router.close()
+            other.close()
             running.cancel()
             await asyncio.wait([running])
 
