@@ -1,7 +1,7 @@
 """Questions and answers over one connection: every question has a deadline, every answer finds its question.
 
 `CallClient.run` reads the connection until it is lost; then every open question fails with WorkerLostError at once.
-Messages that answer nothing (token frames, load reports) go to `on_message`.
+Messages that answer nothing (token frames, load reports, pings) go to `on_message`.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from protocol.errors import ProtocolError
@@ -168,13 +169,11 @@ class Endpoint:
             self.send(peer, Failed.from_error(call_id, error))
 
     async def _send_reports(self) -> None:
-        beat_at = 0.0
+        beat_at = time.monotonic() + self._heartbeat_s
         while True:
-            try:
-                async with asyncio.timeout(self._heartbeat_s):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, beat_at - time.monotonic())):
                     await self._changed.wait()
-            except TimeoutError:
-                pass
             self._changed.clear()
             assert self._report is not None, "it runs"
             report, beats = self._report(), time.monotonic() >= beat_at

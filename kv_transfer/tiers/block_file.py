@@ -107,8 +107,9 @@ class BlockFiles:
             _write_whole(fd, [self._header(key, tenant, parts), *parts])
             yield path
         finally:
-            os.close(fd)
-            with suppress(FileNotFoundError):
+            with suppress(OSError):  # what is lost by either is found later, as a file that is not whole or a leftover
+                os.close(fd)
+            with suppress(OSError):
                 os.unlink(path)
 
     def move(self, path: str, key: bytes) -> None:

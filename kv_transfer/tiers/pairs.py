@@ -24,12 +24,22 @@ _LOCK_S = 60.0
 
 
 class Written(NamedTuple):
-    """A block in a temporary file."""
+    """A block that is to be stored."""
 
-    path: str
+    path: str | None
+    """The file that it was written to; None if it is stored already."""
     key: bytes
     tenant: bytes
     """The tag of its tenant (`block_file.tenant_tag`)."""
+
+
+class Added(NamedTuple):
+    """What came of blocks that were to be stored."""
+
+    num_new: int
+    """Not those that another process has stored meanwhile."""
+    errors: list[OSError]
+    """Why some can't be stored."""
 
 
 class Pairs:
@@ -50,33 +60,52 @@ class Pairs:
         self._on_removed = on_removed
         self._on_evicted = on_evicted
 
-    def add(self, index: StoreIndex, written: Sequence[Written], uses: Iterable[tuple[bytes, int]]) -> int:
-        """Move files to their places, and evict others for them. Returns how many are new: not those that another process
-        has stored meanwhile.
+    def add(self, index: StoreIndex, blocks: Sequence[Written], uses: Iterable[tuple[bytes, int]]) -> Added:
+        """Move files to their places, and evict others for them. The first of the blocks counts as used first.
 
-        First notes the `uses` of other blocks: their keys, and how many nanoseconds ago. Raises sqlite3.Error and OSError, and
+        Before that it notes the `uses` of other blocks: their keys, and how many nanoseconds ago. Raises sqlite3.Error, and
         then has stored none.
         """
         moved: list[bytes] = []
+        errors: list[OSError] = []
         try:
             with index.transaction() as rows:
                 rows.touch(uses)
-                for path, key, tenant in written:
-                    if rows.has(key):
-                        if self._files.exists(key):
-                            rows.touch([(key, 0)])
-                            continue
-                        rows.delete(key)
-                    self._files.move(path, key)
-                    moved.append(key)
-                    rows.insert(key, tenant, self._files.file_bytes)
-                num_evicted = self._evict(rows) if moved else 0
-        except (sqlite3.Error, OSError):
+                for block in blocks:
+                    try:
+                        moved += [block.key] if self._add_one(rows, block) else []
+                    except OSError as error:
+                        errors.append(error)
+                num_evicted = self._evict(rows)
+        except sqlite3.Error:
             for key in moved:
                 self._files.remove(key)
             raise
         self._on_evicted(num_evicted)
-        return len(moved)
+        return Added(len(moved), errors)
+
+    def _add_one(self, rows: Rows, block: Written) -> bool:
+        """Return whether it is new. Raises sqlite3.Error; OSError if it can't be moved, and then nothing is changed."""
+        path, key, tenant = block
+        if path is None or self._is_stored(rows, key):
+            rows.touch([(key, 0)])
+            return False
+        self._files.move(path, key)
+        try:
+            rows.insert(key, tenant, self._files.file_bytes)
+        except sqlite3.Error:
+            self._files.remove(key)
+            raise
+        return True
+
+    def _is_stored(self, rows: Rows, key: bytes) -> bool:
+        """Whether a block has its row and its file. A row alone is removed."""
+        if not rows.has(key):
+            return False
+        if self._files.exists(key):
+            return True
+        rows.delete(key)
+        return False
 
     def forget(self, index: StoreIndex, key: bytes, inspected: Inspected) -> None:
         """Remove a block that was found not to be whole, unless it was stored anew meanwhile. Raises sqlite3.Error."""

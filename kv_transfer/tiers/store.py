@@ -133,14 +133,14 @@ class BlockStore:
         Returns how many are new. Of one that is stored already it notes that it is used. One that can't be written is counted.
         """
         with ExitStack() as temporary:
-            written = [self._write(key, tenant, parts, temporary) for key, tenant, parts in blocks if not self._is_there(key)]
-            whole = [each for each in written if each is not None]
-            num_stored = self._add(whole) if whole else 0
+            found = [self._found_or_written(key, tenant, parts, temporary) for key, tenant, parts in blocks]
+            there = [each for each in found if each is not None]
+            num_stored, num_failed = self._add(there)
         with self._lock:
-            self._counts.failed_writes += len(written) - (len(whole) if num_stored is not None else 0)
-            self._counts.stored += num_stored or 0
-            self._counts.bytes_written += (num_stored or 0) * self._block_bytes
-        return num_stored or 0
+            self._counts.failed_writes += len(found) - len(there) + num_failed
+            self._counts.stored += num_stored
+            self._counts.bytes_written += num_stored * self._block_bytes
+        return num_stored
 
     def get(self, key: bytes, parts: Sequence[memoryview]) -> bool:
         """Read a block into `parts`. If it returns False, they may hold anything."""
@@ -191,29 +191,32 @@ class BlockStore:
             self._current.report(index, error)
             return otherwise
 
-    def _is_there(self, key: bytes) -> bool:
-        """Whether a block is stored already, which is noted as a use."""
-        there = self._ask(lambda index: index.has(key) and self._files.exists(key), False)
-        if there:
-            self._note(key)
-        return there
-
-    def _write(self, key: bytes, tenant: str, parts: Sequence[memoryview], temporary: ExitStack) -> Written | None:
-        """Write a block to a temporary file, which is there until `temporary` closes. None if it can't be written."""
+    def _found_or_written(self, key: bytes, tenant: str, parts: Sequence[memoryview], temporary: ExitStack) -> Written | None:
+        """Write a block that is not stored yet to a file, until `temporary` closes. None if it can't be written."""
+        is_there = self._ask(lambda index: index.has(key) and self._files.exists(key), None)
+        if is_there is None:
+            return None
         tag = tenant_tag(tenant)
         try:
-            return Written(temporary.enter_context(self._files.written(key, tag, parts)), key, tag)
+            path = None if is_there else temporary.enter_context(self._files.written(key, tag, parts))
         except OSError as error:
             self._warn(error)
             return None
+        return Written(path, key, tag)
 
-    def _add(self, written: Sequence[Written]) -> int | None:
-        """Store what was written. Returns how many were new, None if they can't be stored."""
-        try:
-            return self._ask(lambda index: self._pairs.add(index, written, self._take_notes()), None)
-        except OSError as error:
+    def _add(self, blocks: Sequence[Written]) -> tuple[int, int]:
+        """Store what was written. Returns how many are new, and how many can't be stored."""
+        num_written = sum(each.path is not None for each in blocks)
+        if not num_written:
+            for each in blocks:
+                self._note(each.key)
+            return 0, 0
+        added = self._ask(lambda index: self._pairs.add(index, blocks, self._take_notes()), None)
+        if added is None:
+            return 0, num_written
+        for error in added.errors[:1]:
             self._warn(error)
-            return None
+        return added.num_new, len(added.errors)
 
     def _warn(self, error: OSError) -> None:
         level = logging.DEBUG if self._warned else logging.WARNING

@@ -27,9 +27,9 @@ from typing import Any
 
 _BUSY_S = 1.0
 """How long to wait for another process's transaction."""
-_LOOK_S = 0.005, 0.015
-"""From one look whether it is over to the next. SQLite itself looks every 100 ms in the end: where many wait, some come too
-late again and again, while nobody holds the database."""
+_LOOK_S = 0.001, 0.008
+"""From one look whether it is over to the next, at first and in the end; up to twice that, at random. SQLite itself looks every
+100 ms in the end: where many wait, some come too late again and again, while nobody holds the database."""
 _MATCHED = 256
 """Keys that one query looks for."""
 _FARTHEST_NS = 2**62
@@ -205,14 +205,17 @@ class StoreIndex:
     def _begin(self) -> None:
         """Begin a transaction that writes. Raises sqlite3.OperationalError where others hold the database for too long."""
         deadline = time.monotonic() + _BUSY_S
+        look_s, longest_s = _LOOK_S
         while True:
             try:
                 self._writer.execute("BEGIN IMMEDIATE")
                 return
             except sqlite3.OperationalError as error:
-                if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                is_busy = getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY
+                if not is_busy or time.monotonic() > deadline:
                     raise
-            time.sleep(random.uniform(*_LOOK_S))
+            time.sleep(look_s * random.uniform(1.0, 2.0))
+            look_s = min(2 * look_s, longest_s)
 
     def has(self, key: bytes) -> bool:
         """Return whether a block is in the index."""

@@ -82,6 +82,7 @@ class WorkerLink:
     async def run(self) -> str:
         """Serve until the link is lost, and return why it was. Cancelling it closes the link."""
         connection = self.connection
+        connection.tell(Ping(wants_load=True))  # before anything else, or beats come where load is wanted
         reading = asyncio.create_task(connection.read())
         beating = asyncio.create_task(self._beat())
         if self._caches is not None:
@@ -135,8 +136,8 @@ class WorkerLink:
         limits, connection = self._limits, self.connection
         listening = Listening(limits.lease_s)
         while True:
-            connection.tell(Ping(wants_load=True))
             await asyncio.sleep(limits.heartbeat_s)
+            connection.tell(Ping(wants_load=True))
             listening.look()
             if self._caches is not None:
                 self._caches.beat(time.monotonic())

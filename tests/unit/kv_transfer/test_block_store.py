@@ -293,11 +293,10 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(numbers=st.lists(NUMBERS, unique=True, max_size=8), which=WHICH)
     def put_together(self, numbers: list[int], which: int) -> None:
         """All are there, or new, before any has to give way."""
-        there = [key(number) for number in numbers if key(number) in self.model]
-        new = [key(number) for number in numbers if key(number) not in self.model]
-        assert put_together(self.stores[which], *map(key, numbers)) == len(new)
+        keys = [key(number) for number in numbers]
+        assert put_together(self.stores[which], *keys) == len(set(keys) - set(self.model))
         self.stores[which].note_uses()
-        for of in (*there, *new):
+        for of in keys:
             self.model.setdefault(of, "a")
             self.use(of)
         while len(self.model) > self.max_blocks:

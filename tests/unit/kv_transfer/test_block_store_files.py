@@ -166,35 +166,39 @@ def test_all_of_the_folder_is_removed(folder: Path, store: BlockStore) -> None:
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-@pytest.mark.parametrize("fails", ["rename", "insert"])
-def test_blocks_that_are_stored_together_are_all_there_or_none(
-    folder: Path, store: BlockStore, monkeypatch: pytest.MonkeyPatch, fails: str
+@pytest.mark.parametrize(("fails", "num_stored"), [("insert", 0), ("rename", 4), ("close", 5), ("unlink", 5)])
+def test_one_of_several_blocks_that_are_stored_together_fails(
+    folder: Path, store: BlockStore, monkeypatch: pytest.MonkeyPatch, fails: str, num_stored: int
 ) -> None:
-    """The third of them can't be moved to its place, or not be noted in the index."""
+    """What can't be moved to its place costs one block, what the index can't be told all of them, and cleaning up none."""
     put(store, key(0))
-    calls = itertools.count(1)
-    rename, insert = os.rename, Rows.insert
+    calls, place = itertools.count(1), Rows if fails == "insert" else os
+    real = getattr(place, fails)
 
-    def move(source: str, target: str) -> None:
-        if fails == "rename" and next(calls) == 3:
-            raise OSError(errno.EIO, "Input/output error")
-        rename(source, target)
-
-    def note(rows: Rows, *what: Any) -> None:
-        if fails == "insert" and next(calls) == 3:
-            raise sqlite3.OperationalError("disk I/O error")
-        insert(rows, *what)
+    def third_fails(*what: Any) -> Any:
+        if next(calls) == 3:
+            if fails == "close":
+                real(*what)  # as the system does
+            raise sqlite3.OperationalError("no") if fails == "insert" else OSError(errno.EROFS, "Read-only file system")
+        return real(*what)
 
     with monkeypatch.context() as patched:
-        patched.setattr(os, "rename", move)
-        patched.setattr(Rows, "insert", note)
-        assert put_together(store, *(key(number) for number in range(6))) == 0
-    assert store.stats.failed_writes == 5
-    assert files_in(folder) == {key(0)}
+        patched.setattr(place, fails, third_fails)
+        assert put_together(store, *(key(number) for number in range(6))) == num_stored
+    assert store.stats.failed_writes == 5 - num_stored
+    assert len(files_in(folder)) == 1 + num_stored
     check_integrity(store, folder)
-    assert put_together(store, *(key(number) for number in range(6))) == 5
-    assert store.stats.stored == 6
+    assert put_together(store, *(key(number) for number in range(6))) == 5 - num_stored
     check_integrity(store, folder)
+
+
+def test_nothing_is_written_where_no_index_can_be_had(folder: Path) -> None:
+    store = opened(folder)
+    store.close()
+    shutil.rmtree(folder)
+    assert put_together(store, key(0), key(1)) == 0
+    assert store.stats.failed_writes == 2
+    assert not folder.exists(), "the next worker makes it anew, for its owner alone"
 
 
 def test_a_full_disk_is_told_once(

@@ -65,7 +65,7 @@ def test_load_is_told_to_those_alone_that_want_it() -> None:
 
 
 def test_a_peer_that_never_speaks_is_given_up_after_a_lease() -> None:
-    """It proves that it knows the secret, and would get reports for ever."""
+    """It proves that it knows the secret, and would be kept for ever."""
 
     async def scenario() -> None:
         server, lost = WireServer(SECRET, "127.0.0.1"), list[bytes]()
