@@ -43,7 +43,7 @@ class TierWrite:
     call_id: int
     keys: tuple[bytes, ...]
     salts: tuple[str, ...]
-    """As many as there are keys, and so are the blocks."""
+    """The salt of each block: what keeps the cached prefixes of different tenants apart."""
     blocks: tuple[int, ...]
 
 
