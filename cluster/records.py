@@ -16,8 +16,8 @@ from ray.exceptions import RpcError
 from ray.experimental import internal_kv
 
 from autoscaler.scaler import ScalerRecord
-from cluster.pool import PoolRecord
-from cluster.pools import RevisionsRecord
+from cluster.pools.members import PoolRecord
+from cluster.pools.revisions import RevisionsRecord
 from protocol.cluster_view import RolloutState
 from protocol.errors import UnavailableError
 from protocol.messages.workers import Role, WorkerLife

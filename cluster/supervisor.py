@@ -10,7 +10,7 @@ record takes up what a former one has left: lives that are up are awaited again,
 
 Whatever ends a life (a crash, a failed start, a drain), its task kills the process before the pool hears of it. So two lives
 of one worker run side by side only where Ray fails to kill one again and again. A drain runs in a task of its own beside the
-life. All decisions are the pools' (cluster.pools); how processes come to be is the launcher's (cluster.ray.launcher, or a
+life. All decisions are those of `cluster.pools`; how processes come to be is the launcher's (cluster.ray.launcher, or a
 scripted one in tests). Everything runs in one event loop; `close` ends every life and waits for it.
 """
 
@@ -25,8 +25,8 @@ from typing import Any
 
 from cluster.launcher import Launcher, Process, Started
 from cluster.nodes.leaving import Leaving
-from cluster.pool import Action, Drain, Remove, Resume, Start, Stop, TakeRole
-from cluster.pools import CheckRoom, Pools
+from cluster.pools.actions import Action, Drain, Remove, Resume, Start, Stop, TakeRole
+from cluster.pools.pools import CheckRoom, Pools
 from cluster.records import ClusterRecord, RecordStore
 from configs.schema import ClusterConfig
 from protocol.cluster_view import AutoscalerState, ClusterView, RolloutState, WorkerState

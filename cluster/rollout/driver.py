@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 from cluster.memory import WorkerMemory
-from cluster.pools import Numbers
+from cluster.pools.revisions import Numbers
 from cluster.ray.placement import Room
 from cluster.rollout.change import changed_config, check_models, larger
 from cluster.rollout.judge import Outcome, Verdict, failing, figures_of, judge, together

@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-from cluster.pools import CheckRoom, Numbers
+from cluster.pools.pools import CheckRoom
+from cluster.pools.revisions import Numbers
 from protocol.errors import InvalidRequestError
 from protocol.messages.workers import Role
 

@@ -12,7 +12,7 @@ import pytest
 from cluster import controller
 from cluster.controller import Controller
 from cluster.memory import WorkerMemory
-from cluster.pools import Pools
+from cluster.pools.pools import Pools
 from cluster.ray import actors
 from cluster.records import ClusterRecord
 from configs.loader import load_config

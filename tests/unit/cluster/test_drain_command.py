@@ -12,7 +12,9 @@ from cluster.commands.lib.waiting import wait_for, what_a_role_lacks
 from cluster.commands.workers import rollout
 from cluster.commands.workers.drain import drain_and_wait
 from cluster.commands.workers.rollout import roll_out
-from cluster.pool import Action, Drain, Pool, Remove, Start, Stop, WorkerIds
+from cluster.pools.actions import Action, Drain, Remove, Start, Stop
+from cluster.pools.members import WorkerIds
+from cluster.pools.pool import Pool
 from protocol.errors import AuthenticationError, InvalidRequestError, UnavailableError
 from protocol.messages.workers import Role, WorkerRef
 

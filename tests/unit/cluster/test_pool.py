@@ -11,21 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from pydantic import TypeAdapter
 
 from cluster.nodes.leaving import Leaving
-from cluster.pool import (
-    MAX_RETRY_S,
-    MAX_WORKERS,
-    RESUMPTION_S,
-    STEADY_S,
-    Action,
-    Drain,
-    Pool,
-    PoolRecord,
-    Remove,
-    Resume,
-    Start,
-    Stop,
-    WorkerIds,
-)
+from cluster.pools.actions import Action, Drain, Remove, Resume, Start, Stop
+from cluster.pools.members import PoolRecord, WorkerIds
+from cluster.pools.pool import MAX_RETRY_S, MAX_WORKERS, RESUMPTION_S, STEADY_S, Pool
 from cluster.records import ClusterRecord
 from protocol.cluster_view import WorkerState
 from protocol.errors import InvalidRequestError

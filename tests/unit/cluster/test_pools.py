@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.nodes.leaving import Leaving
-from cluster.pool import Action, Drain, Pool, Remove, Start, TakeRole
-from cluster.pools import CheckRoom, Pools
+from cluster.pools.actions import Action, Drain, Remove, Start, TakeRole
+from cluster.pools.pool import Pool
+from cluster.pools.pools import CheckRoom, Pools
 from configs.loader import load_config
 from configs.schema import ClusterConfig, DecodeConfig, PrefillConfig
 from protocol.cluster_view import WorkerInfo, WorkerState

@@ -12,8 +12,8 @@ import pytest
 
 from cluster.memory import WorkerMemory
 from cluster.nodes.leaving import Leaving
-from cluster.pool import Action
-from cluster.pools import Pools
+from cluster.pools.actions import Action
+from cluster.pools.pools import Pools
 from cluster.ray.placement import Room
 from cluster.records import ClusterRecord
 from cluster.rollout.driver import Rollouts, Surroundings

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.pools import CheckRoom, Numbers
+from cluster.pools.pools import CheckRoom
+from cluster.pools.revisions import Numbers
 from cluster.rollout.steps import Sizes, canary_workers, first_sizes, is_replaced, next_sizes, sizes_back
 from protocol.errors import InvalidRequestError
 from protocol.messages.workers import Role

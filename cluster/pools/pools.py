@@ -1,7 +1,7 @@
 """The pools of both roles together: how many workers each should have, and who goes over from one to the other.
 
-Pure, as `cluster.pool` is: wishes and events come in, orders for the outside world go out. Where workers of the two roles are
-not alike, they stay in theirs.
+Pure, as `cluster.pools.pool` is: wishes and events come in, orders for the outside world go out. Where workers of the two
+roles are not alike, they stay in theirs.
 
     STANDBY ──a role wants more──► its pool ──a role wants fewer, and a standby is missing──► STANDBY
 
@@ -21,10 +21,13 @@ workers to whom nobody gives work; going over from it is a flip, and as quick.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from cluster.nodes.leaving import Leaving
-from cluster.pool import Action, Pool, PoolRecord, TakeRole, WorkerIds
+from cluster.pools.actions import Action, TakeRole
+from cluster.pools.members import PoolRecord, WorkerIds
+from cluster.pools.pool import Pool
+from cluster.pools.revisions import ONE_REVISION, Numbers, RevisionsRecord, numbers_of
 from cluster.ray.placement import pool_of
 from configs.schema import ClusterConfig
 from protocol.cluster_view import WorkerInfo, WorkerState
@@ -33,34 +36,6 @@ from protocol.messages.workers import Duty, Role, WorkerLife
 
 CheckRoom = Callable[[Mapping[Role, int], Collection[Role]], None]
 """Raises InvalidRequestError, naming one of the second argument's roles, if the first one's workers can't all be had."""
-
-
-@dataclass(frozen=True)
-class RevisionsRecord:
-    """What pools know of the revisions of the cluster's configuration."""
-
-    current: int = 1
-    latest: int = 1
-    """The highest that there ever was."""
-    config: ClusterConfig | None = None
-    """The configuration of the current revision; None as long as it is the one that the cluster was started with."""
-    new_config: ClusterConfig | None = None
-    """That of the revision `latest` while it is rolled out; None without a rollout."""
-    new_pools: Mapping[Role, PoolRecord] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Numbers:
-    """How many workers of one role and revision there are."""
-
-    wanted: int
-    ready: int
-    present: int
-    """Workers that exist, with those that leave their nodes."""
-    ended: int
-    """Lives of present workers that have ended: they died, or did not start."""
-    last_error: str | None
-    """Why one of them has ended, of those that do not leave their nodes."""
 
 
 class Pools:
@@ -72,7 +47,7 @@ class Pools:
         records: Mapping[Role, PoolRecord] | None = None,
         standby: PoolRecord | None = None,
         epochs: Mapping[str, int] | None = None,
-        revisions: RevisionsRecord = RevisionsRecord(),
+        revisions: RevisionsRecord = ONE_REVISION,
     ) -> None:
         """`config` is what the cluster was started with. The others are those of former pools, if there were some."""
         self._config = revisions.config or config
@@ -292,7 +267,7 @@ class Pools:
 
     def numbers(self) -> tuple[dict[Role, Numbers], dict[Role, Numbers]]:
         """How many workers of each role there are, of the current revision and of the new one."""
-        return _numbers(self._pools, self.roles), _numbers(self._new, self.roles)
+        return numbers_of(self._pools, self.roles), numbers_of(self._new, self.roles)
 
     def revisions_record(self) -> RevisionsRecord:
         """What other pools must know of the revisions."""
@@ -465,18 +440,3 @@ class Pools:
 def _with(sizes: Mapping[Role, int], standby: int) -> dict[Role, int]:
     """Sizes with so many on standby among the decode workers."""
     return {role: workers + (standby if role is Role.DECODE else 0) for role, workers in sizes.items()}
-
-
-def _numbers(pools: Mapping[Role, Pool], roles: Collection[Role]) -> dict[Role, Numbers]:
-    found = {}
-    for role in roles:
-        workers = pools[role].workers() if role in pools else ()
-        errors = [info.last_error for info in workers if info.restarts and info.leaves_at is None]
-        found[role] = Numbers(
-            wanted=pools[role].desired if role in pools else 0,
-            ready=sum(info.state is WorkerState.READY for info in workers),
-            present=len(workers),
-            ended=sum(info.restarts for info in workers),
-            last_error=errors[-1] if errors else None,
-        )
-    return found

@@ -19,11 +19,11 @@ back after a scale-down goes on counting its epochs: (worker id, epoch) names on
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from cluster.nodes.leaving import Leaving, which_drain
+from cluster.pools.actions import Action, Drain, Remove, Resume, Start, Stop, TakeRole
+from cluster.pools.members import NO_WORKERS, Member, PoolRecord, WorkerIds
 from protocol.cluster_view import WorkerInfo, WorkerState
 from protocol.errors import InvalidRequestError
 from protocol.messages.workers import Duty, Role, WorkerRef
@@ -40,116 +40,11 @@ These take up its streams, and on a machine that they share a start would take t
 """
 
 
-@dataclass(frozen=True)
-class Start:
-    """Begin this life after `delay_s` seconds. Answer: `started` or `lost`."""
-
-    worker_id: str
-    epoch: int
-    delay_s: float
-
-
-@dataclass(frozen=True)
-class Drain:
-    """Let this worker finish what it has. Answer: `drained`, also when the deadline for it has passed."""
-
-    worker_id: str
-    epoch: int
-
-
-@dataclass(frozen=True)
-class Stop:
-    """End this life; the worker keeps what it occupies. Answer: `lost`."""
-
-    worker_id: str
-    epoch: int
-
-
-@dataclass(frozen=True)
-class Remove:
-    """End this life, whatever its state, and give back what it occupies. No answer."""
-
-    worker_id: str
-    epoch: int
-
-
-@dataclass(frozen=True)
-class Resume:
-    """This life is up, as a former supervisor has left it. Answer: `resumed` or `lost`."""
-
-    worker_id: str
-    epoch: int
-
-
-@dataclass(frozen=True)
-class TakeRole:
-    """Tell this life, which is up, what it is asked for from now on. No answer."""
-
-    worker_id: str
-    epoch: int
-    duty: Duty
-
-
-Action = Start | Drain | Stop | Remove | Resume | TakeRole
-
-
-@dataclass(frozen=True)
-class Member:
-    """A worker that is not gone."""
-
-    index: int
-    info: WorkerInfo
-    comes_back: bool = False
-    """Whether the worker is DRAINING in order to be started anew."""
-    leaving: Leaving | None = None
-    """What was said of its node, if that will go."""
-
-    @property
-    def leaves(self) -> bool:
-        """Whether the worker is DRAINING and will not come back, or is to leave its node."""
-        return self.leaving is not None or (self.info.state is WorkerState.DRAINING and not self.comes_back)
-
-
-@dataclass(frozen=True)
-class PoolRecord:
-    """All that a pool knows: another pool can be made from it."""
-
-    desired: int = 0
-    members: tuple[Member, ...] = ()
-    both: int = 0
-    """How many of the wanted workers do the work of both roles."""
-
-
-class WorkerIds:
-    """The ids of the workers of all pools of a cluster: `worker-3` is the same worker in any role."""
-
-    def __init__(self, epochs: Mapping[str, int] | None = None) -> None:
-        """`epochs` has the last epoch of every worker id that there ever was."""
-        self.epochs = dict(epochs or {})
-        self._taken: set[int] = set()
-
-    def take(self, index: int | None = None) -> int:
-        """Take the index of a worker, the lowest that is free if none is given."""
-        if index is None:
-            index = next(each for each in itertools.count() if each not in self._taken)
-        self._taken.add(index)
-        return index
-
-    def give_back(self, index: int) -> None:
-        """Let another worker have the index."""
-        self._taken.discard(index)
-
-    def next_epoch(self, worker_id: str) -> int:
-        """The epoch of the next life of a worker."""
-        self.epochs[worker_id] = self.epochs.get(worker_id, 0) + 1
-        return self.epochs[worker_id]
-
-
 class Pool:
     """The workers of one role. Between calls, exactly `desired` of them stay; fewer only while `num_missing` says so."""
 
     def __init__(
-        self, role: Role, ids: WorkerIds, record: PoolRecord = PoolRecord(), *, least: int = 1, revision: int = 1
+        self, role: Role, ids: WorkerIds, record: PoolRecord = NO_WORKERS, *, least: int = 1, revision: int = 1
     ) -> None:
         """`ids` are shared with the other pools. `least`: 0 where the last worker may go as well, else 1. `revision`: of the
         configuration of its workers."""

@@ -1,0 +1,1 @@
+"""How many workers there are and should be, by role: pure state machines."""
