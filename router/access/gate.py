@@ -88,7 +88,7 @@ class Gate:
 
 def is_for_callers(path: str) -> bool:
     """Return whether a path is neither open to everybody nor for operators."""
-    return path not in _OPEN and not path.startswith(_OPERATORS)
+    return (path.rstrip("/") or "/") not in _OPEN and not path.startswith(_OPERATORS)
 
 
 def known_caller(scope: Scope) -> Caller | None:

@@ -9,21 +9,24 @@ export class Failure extends Error {
   /**
    * @param {string} message
    * @param {number | null} status of the HTTP answer, if there was one
+   * @param {string | null} param what of the request is wrong, as the server calls it
    */
-  constructor(message, status = null) {
+  constructor(message, status = null, param = null) {
     super(message);
     this.status = status;
+    this.param = param;
   }
 }
 
 /**
  * The name of the model that is served.
  * @param {string | null} key
- * @returns {Promise<string>} Throws Failure.
+ * @param {AbortSignal} signal
+ * @returns {Promise<string>} Throws Failure, or AbortError.
  */
-export async function servedModel(key) {
-  const response = await request("v1/models", key, { signal: AbortSignal.timeout(MODELS_DEADLINE_MS) });
-  const { data } = await response.json();
+export async function servedModel(key, signal) {
+  const deadline = AbortSignal.timeout(MODELS_DEADLINE_MS);
+  const { data } = await jsonOf(await request("v1/models", key, { signal: AbortSignal.any([signal, deadline]) }));
   if (!data.length) throw new Failure("This key is not for the model that is served here.", 403);
   return data[0].id;
 }
@@ -95,10 +98,24 @@ export async function request(path, key, options) {
     response = await fetch(path, { ...options, headers, cache: "no-store", credentials: "omit" });
   } catch (error) {
     if (error.name === "AbortError") throw error;
+    if (error.name === "TimeoutError") throw new Failure("The server did not answer in time.");
     throw new Failure("The server can't be reached. Is it running, and are you connected?");
   }
   if (!response.ok) throw await refusal(response);
   return response;
+}
+
+/**
+ * What an answer holds.
+ * @param {Response} response
+ * @returns {Promise<any>} Throws Failure, or AbortError.
+ */
+export async function jsonOf(response) {
+  try {
+    return await response.json();
+  } catch (error) {
+    throw error.name === "AbortError" ? error : lost();
+  }
 }
 
 async function refusal(response) {
@@ -106,7 +123,7 @@ async function refusal(response) {
   const said = sentence(body?.error?.message ?? `the server answered with status ${response.status}`);
   const wait = Number(response.headers.get("retry-after"));
   const again = wait > 0 ? ` Try again in ${wait} second${wait === 1 ? "" : "s"}.` : "";
-  return new Failure(`${said}${again}`, response.status);
+  return new Failure(`${said}${again}`, response.status, body?.error?.param ?? null);
 }
 
 function sentence(text) {

@@ -13,7 +13,8 @@ import { answerTo, Failure, servedModel } from "./api.js";
 import { show } from "./text.js";
 
 const KEY = "tandem-api-key";
-const KEY_STATUSES = [401, 403]; // of answers that another key may change
+const KEY_STATUSES = [401, 403]; // of answers that another key may change,
+const KEYLESS = ["host", "origin"]; // unless this is what is wrong: the address of the page
 const NEAR_END_PX = 80;
 const SHORTEST_RATE_S = 0.05; // a browser that draws is late by that much, so a rate over less would say nothing
 
@@ -60,10 +61,11 @@ class Answer {
   /** @param {string} remark on how it ended; may be empty */
   close(remark) {
     cancelAnimationFrame(this.#frame);
-    const whole = make("div", { className: "text" });
-    show(whole, this.text);
     keepingEnd(() => {
-      this.#body.replaceWith(whole);
+      show(this.#body, this.text);
+      this.#body.className = "text";
+      this.#body.ariaLive = null;
+      if (!isInUse(this.#body)) this.#body.replaceWith(this.#body.cloneNode(true)); // which is read to those who can't see
       this.#figures.textContent = [...this.#measures(), remark].filter(Boolean).join("\u00a0· ");
     });
   }
@@ -81,15 +83,20 @@ async function send() {
   const text = message.value.trim();
   if (!text || stopping || !valid()) return;
   stopping = new AbortController();
+  const { signal } = stopping;
   problem.textContent = "";
+  message.value = "";
   sendButton.hidden = true;
   stopButton.hidden = false;
   message.focus();
+  let begun = false;
   try {
-    modelName ?? (await findModel());
-    await ask(text, stopping.signal);
+    modelName ?? (await findModel(signal));
+    begun = true;
+    await ask(text, signal);
   } catch (error) {
-    tell(error);
+    if (!begun) giveBack(text);
+    if (!signal.aborted) tell(error);
   } finally {
     stopping = null;
     if (document.activeElement === stopButton) message.focus();
@@ -104,7 +111,6 @@ async function ask(text, signal) {
   question.append(make("p", { textContent: text, dir: "auto" }));
   const answer = new Answer();
   log.append(question, answer.element);
-  message.value = "";
   scrollTo(0, document.documentElement.scrollHeight);
   let remark = "";
   try {
@@ -120,9 +126,14 @@ async function ask(text, signal) {
     } else {
       question.remove();
       answer.element.remove();
-      message.value = [text, message.value].filter(Boolean).join("\n\n");
+      giveBack(text);
     }
   }
+}
+
+/** Put a question back into the field, before what was typed meanwhile. */
+function giveBack(text) {
+  message.value = [text, message.value].filter(Boolean).join("\n\n");
 }
 
 function bodyOf(text) {
@@ -140,19 +151,19 @@ function valid() {
   return settings.reportValidity();
 }
 
-async function findModel() {
-  modelName = await servedModel(key());
+async function findModel(signal = new AbortController().signal) {
+  modelName = await servedModel(key(), signal);
   model.textContent = model.title = modelName;
   message.placeholder = `Message ${modelName}`;
   keyForm.hidden = true;
 }
 
 function tell(error) {
-  if (error instanceof Failure && KEY_STATUSES.includes(error.status)) {
-    // Without a key the form says all there is to say.
-    problem.textContent = key() ? error.message : "";
+  if ([...KEY_STATUSES, 404].includes(error.status)) modelName = null; // it is asked for again
+  if (KEY_STATUSES.includes(error.status) && !KEYLESS.includes(error.param)) {
+    // Without a key the form says all there is to say, unless a key would not help.
+    problem.textContent = key() || error.status === 403 ? error.message : "";
     sessionStorage.removeItem(KEY);
-    modelName = null;
     keyForm.hidden = false;
     keyField.focus();
     return;
@@ -188,6 +199,12 @@ function key() {
 
 function make(tag, properties) {
   return Object.assign(document.createElement(tag), properties);
+}
+
+/** Whether a reader has selected some of it, or scrolls it by keyboard: it has to stay then. */
+function isInUse(element) {
+  const selection = getSelection();
+  return element.contains(document.activeElement) || (!selection.isCollapsed && selection.containsNode(element, true));
 }
 
 /** Whoever is at the end of the conversation stays there while it grows; whoever has scrolled up is left in peace. */

@@ -52,7 +52,7 @@ export function show(parent, text) {
   blocks.forEach((block, index) => {
     const there = parent.children[index];
     if (there?.tagName === (block.code ? "PRE" : "P")) {
-      if (there.textContent !== block.text) there.firstChild.data = block.text;
+      grow(there.firstChild, block.text);
       return;
     }
     const fresh = element(block);
@@ -60,6 +60,12 @@ export function show(parent, text) {
     else parent.append(fresh);
   });
   while (parent.children.length > blocks.length) parent.lastElementChild.remove();
+}
+
+/** What is only added to leaves alone what a reader has selected before it. */
+function grow(node, text) {
+  if (text.startsWith(node.data)) node.appendData(text.slice(node.data.length));
+  else node.data = text;
 }
 
 function element(block) {

@@ -206,6 +206,18 @@ def test_text_stays_text_and_grows_as_it_would_be_whole(cluster: Any, visit: Cal
         ["P", 0, "end ``` here"],
         ["PRE", 0, "open"],
     ]
+    selected = chat.page.evaluate(
+        """async () => {
+            const { show } = await import("./page/text.js");
+            const growing = document.body.appendChild(document.createElement("div"));
+            show(growing, "```\\none\\ntwo");
+            const code = growing.firstChild.firstChild;
+            getSelection().setBaseAndExtent(code, 0, code, 3);
+            show(growing, "```\\none\\ntwo\\nthree");
+            return getSelection().toString();
+        }"""
+    )
+    assert selected == "one", "what a reader has selected stays so while the code grows"
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,7 @@ class Action {
   #submit;
   #leave;
   #outcome;
+  #opened = 0; // how often
 
   constructor(id, order, tell) {
     this.#dialog = document.getElementById(id);
@@ -38,6 +39,7 @@ class Action {
   }
 
   open() {
+    this.#opened += 1;
     this.#show("", "");
     this.#enable(true);
     this.#submit.hidden = false;
@@ -46,19 +48,22 @@ class Action {
   }
 
   async #run(order, tell) {
+    const opened = this.#opened;
     this.#enable(false);
     this.#show("Asking the cluster.", "");
     try {
       const { event, outcome } = await order();
-      this.#show(outcome, "good");
       tell("note", event);
+      if (opened !== this.#opened) return; // it asks about something else by now
+      this.#show(outcome, "good");
       this.#submit.hidden = true;
       this.#leave.textContent = "Close";
       this.#leave.focus();
     } catch (error) {
       const said = error instanceof Failure ? error.message : `Something in this page broke: ${error}`;
+      tell("bad", `${isRefusal(error) ? "refused" : "not known whether it was done"}: ${said}`);
+      if (opened !== this.#opened) return;
       this.#show(said, "bad");
-      tell("bad", `refused: ${said}`);
       this.#enable(true);
       this.#submit.focus();
     }
@@ -73,6 +78,14 @@ class Action {
     this.#outcome.dataset.kind = kind;
   }
 }
+
+/** Whether nothing was done. An answer that is late, or is lost, says nothing of that. */
+function isRefusal(error) {
+  return error instanceof NothingToDo || (error.status >= 400 && error.status < 500);
+}
+
+/** What the operator confirmed is how things are already. */
+class NothingToDo extends Failure {}
 
 /**
  * All actions. Returns what opens the dialogs for one worker.
@@ -116,7 +129,7 @@ async function runScale(cluster, fields, shown) {
     if (name in shown && field.valueAsNumber !== shown[name]) sizes[name] = field.valueAsNumber;
   }
   const asked = Object.entries(sizes).map(([name, number]) => `${number} ${SIZED[name](number)}`).join(", ");
-  if (!asked) throw new Failure("No number was changed here.");
+  if (!asked) throw new NothingToDo("No number was changed here.");
   await cluster.post("admin/scale", sizes);
   return { event: `asked here for ${asked}`, outcome: `The cluster is on its way to ${asked}.` };
 }

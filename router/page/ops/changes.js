@@ -21,7 +21,8 @@ function decisions(before, after) {
   const latest = before.autoscaler?.decisions[0]?.at ?? 0;
   const fresh = (after.autoscaler?.decisions ?? []).filter((each) => each.at > latest).reverse();
   const said = fresh.map((each) => note(`autoscaler: ${each.reason}`));
-  const { paused } = after.autoscaler ?? {};
+  const { paused, problem } = after.autoscaler ?? {};
+  if (problem && problem !== before.autoscaler?.problem) said.push(bad(`autoscaler: ${problem}`));
   if ((before.autoscaler?.paused ?? null) === (paused ?? null)) return said;
   return [...said, note(paused ? `autoscaler: paused, ${paused}` : "autoscaler: goes on")];
 }
@@ -53,6 +54,7 @@ function ofWorkers(before, after) {
 
 function changeOf(old, worker, reason) {
   const name = worker.worker_id;
+  if (!old && worker.state === "standby") return note(`${name} is new, and on standby`);
   if (!old) return worker.state === "ready" ? good(`${name} is new and ready`) : note(`${name} starts${lives(worker)}`);
   if (old.epoch !== worker.epoch) {
     const next = `epoch ${worker.epoch} ${worker.state === "ready" ? "is ready" : "starts"}`;
@@ -69,6 +71,7 @@ function changeOf(old, worker, reason) {
 function stateChange(name, worker, reason) {
   if (worker.state === "ready") return good(`${name} is ready, epoch ${worker.epoch}`);
   if (worker.state === "draining") return note(`${name} drains${reason}`);
+  if (worker.state === "standby") return note(`${name} is on standby${reason}`);
   return note(`${name} starts`);
 }
 

@@ -28,7 +28,8 @@ export class Events {
       return;
     }
     this.#hint.hidden = true;
-    const time = make("time", { textContent: new Date().toLocaleTimeString("en-GB") });
+    const date = new Date();
+    const time = make("time", { textContent: date.toLocaleTimeString("en-GB"), title: date.toLocaleString("en-GB") });
     const element = make("li", { className: event.kind }, time, " ", make("span", { textContent: textOf(event) }));
     this.#list.prepend(element);
     if (event.noun) this.#counted.set(keyOf(event), { at, number: event.number, element });

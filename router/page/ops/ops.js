@@ -8,7 +8,7 @@
  * While the tab is hidden it does not look. The operator's key is kept in a variable of this module and nowhere else.
  */
 
-import { Failure, request } from "../api.js";
+import { Failure, jsonOf, request } from "../api.js";
 import { connectActions } from "./actions.js";
 import { changesBetween } from "./changes.js";
 import { History } from "./charts.js";
@@ -22,6 +22,7 @@ const PERIOD_MS = 1000;
 const LOOK_DEADLINE_MS = 5000;
 const ORDER_DEADLINE_MS = 60_000; // an audit asks every worker, three times if something looks wrong
 const OLD_S = 3;
+const LONGEST_PAUSE_S = 6; // between two looks, before what happened is no longer of just now
 const PULSES = { connecting: "Connecting", live: "Live", away: "No answer", key: "Key needed", paused: "Paused" };
 
 const [model, pulse, age, problem, keyForm, keyField, live, orders] = [
@@ -65,6 +66,8 @@ async function look() {
 }
 
 function show(poll) {
+  const pause = latest && away === null ? Math.round(poll.at - latest.at) : 0;
+  if (pause > LONGEST_PAUSE_S) events.add(poll.at, { kind: "note", text: `not looked for ${pause} s; what follows is of that time` });
   if (away !== null) events.add(poll.at, { kind: "good", text: `answers again, after ${Math.round(poll.at - away)} s` });
   if (latest) for (const event of changesBetween(latest, poll)) events.add(poll.at, event);
   [away, latest] = [null, poll];
@@ -103,13 +106,13 @@ async function askForKey(error) {
 }
 
 async function ask(path) {
-  return (await request(path, key, { signal: AbortSignal.timeout(ORDER_DEADLINE_MS) })).json();
+  return jsonOf(await request(path, key, { signal: AbortSignal.timeout(ORDER_DEADLINE_MS) }));
 }
 
 async function order(path, body) {
   const headers = { "content-type": "application/json" };
   const signal = AbortSignal.timeout(ORDER_DEADLINE_MS);
-  return (await request(path, key, { method: "POST", headers, body: JSON.stringify(body), signal })).json();
+  return jsonOf(await request(path, key, { method: "POST", headers, body: JSON.stringify(body), signal }));
 }
 
 function setPulse(state) {
@@ -141,6 +144,7 @@ keyForm.addEventListener("submit", (event) => {
   useKey(String.fromCharCode(...new TextEncoder().encode(keyField.value)));
   keyField.value = "";
 });
+addEventListener("pagehide", () => (key = null)); // a browser may keep the page for who comes back to it
 setInterval(showAge, PERIOD_MS);
 watch().catch((error) => {
   write(problem, `Something in this page broke: ${error}`);

@@ -34,7 +34,7 @@ export class Summary {
     this.#tile("waiting", short(waiting));
     this.#tile("tokens/s in", short(tokens.in));
     this.#tile("tokens/s out", short(tokens.out));
-    if (poll.autoscaler) this.#tile("autoscaler", poll.autoscaler.paused ? "paused" : "on");
+    if (poll.autoscaler) this.#tile("autoscaler", poll.autoscaler.paused ? "paused" : "on", poll.autoscaler.problem ? "short" : "");
     if (poll.rollout) this.#tile("rollout", rolloutText(poll.rollout), poll.rollout.reason ? "short" : "");
     this.#tile("prompt cached", percent(before && cacheHits(before, poll)));
   }

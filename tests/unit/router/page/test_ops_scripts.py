@@ -101,6 +101,8 @@ def test_nothing_happens_while_nothing_changes() -> None:
     [
         (unheard("decode-0"), worker("decode-0"), ("good", "decode-0 is ready, epoch 1")),
         (worker("decode-0"), worker("decode-0", state="draining"), ("note", "decode-0 drains")),
+        (worker("decode-0"), worker("decode-0", state="standby"), ("note", "decode-0 is on standby")),
+        (unheard("decode-0"), worker("decode-0", state="standby"), ("note", "decode-0 is on standby")),
         (
             worker("decode-0"),
             unheard("decode-0", epoch=2, last_error="killed by signal 9"),
@@ -148,10 +150,18 @@ def test_a_change_of_size_is_the_reason_of_what_follows() -> None:
     assert told(before, larger) == [("note", "decode: 3 workers wanted, before 2"), ("note", "decode-2 starts")]
 
 
-def autoscaler(*decisions: tuple[float, str], paused: str | None = None) -> dict[str, Any]:
+def autoscaler(*decisions: tuple[float, str], paused: str | None = None, problem: str | None = None) -> dict[str, Any]:
     """As in /admin/status: the newest decision first."""
     rows = [{"at": at, "sizes": {}, "reason": reason} for at, reason in sorted(decisions, reverse=True)]
-    return {"autoscaler": {"paused": paused, "problem": None, "decisions": rows}}
+    return {"autoscaler": {"paused": paused, "problem": problem, "decisions": rows}}
+
+
+def test_why_the_autoscaler_cannot_do_what_it_wants_is_told_once() -> None:
+    same = status(worker("decode-0"))
+    short = same | autoscaler(problem="no room for decode 6")
+    assert told(same | autoscaler(), short) == [("bad", "autoscaler: no room for decode 6")]
+    assert told(short, short) == []
+    assert told(short, same | autoscaler()) == []
 
 
 def test_decisions_of_the_autoscaler_are_told_once_with_their_reasons() -> None:

@@ -13,7 +13,7 @@ OPENED = """async (_, given) => {
     const made = () => ({ hidden: true, addEventListener() {}, focus() {} });
     const element = (id) => elements.get(id) ?? elements.set(id, made()).get(id);
     globalThis.document = { getElementById: element, addEventListener() {} };
-    const kept = new Map([["tandem-api-key", "old"]]);
+    const kept = new Map(given.key === null ? [] : [["tandem-api-key", given.key]]);
     globalThis.sessionStorage = { getItem: (name) => kept.get(name) ?? null, removeItem: (name) => kept.delete(name) };
     globalThis.fetch = async () => new Response(JSON.stringify(given.answer), { status: given.status });
     await import(given.page);
@@ -31,5 +31,22 @@ OPENED = """async (_, given) => {
     ],
 )
 def test_a_key_that_is_of_no_use_is_forgotten_and_another_asked_for(status: int, answer: object, problem: str) -> None:
-    given = {"page": (FOLDER / "page.js").as_uri(), "status": status, "answer": answer}
-    assert run_script(OPENED, given) == {"asks": True, "kept": 0, "problem": problem}
+    assert opened(status, answer, "old") == {"asks": True, "kept": 0, "problem": problem}
+
+
+@pytest.mark.parametrize(
+    ("status", "problem"), [(401, ""), (403, "Only this machine may use the cluster.")], ids=["asked for", "would not help"]
+)
+def test_without_a_key_it_says_what_a_key_would_not_change(status: int, problem: str) -> None:
+    said = {"error": {"message": "only this machine may use the cluster"}}
+    assert opened(status, said, None) == {"asks": True, "kept": 0, "problem": problem}
+
+
+@pytest.mark.parametrize("param", ["host", "origin"])
+def test_a_key_is_kept_where_the_address_is_what_is_wrong(param: str) -> None:
+    said = {"error": {"message": "no page of this origin may ask", "param": param}}
+    assert opened(403, said, "good") == {"asks": False, "kept": 1, "problem": "No page of this origin may ask."}
+
+
+def opened(status: int, answer: object, key: str | None) -> object:
+    return run_script(OPENED, {"page": (FOLDER / "page.js").as_uri(), "status": status, "answer": answer, "key": key})
