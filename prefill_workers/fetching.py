@@ -15,8 +15,8 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
 
 from engine.memory.block_table import BlockTables
 from engine.memory.prefix_cache import Pin
@@ -38,16 +38,23 @@ _LEFT_ALONE_S = 5.0
 """A peer from which nothing came is not asked again for so long, where that was found out late."""
 
 
-class Fetching:
-    """What one worker brings into its pool from others, before it computes a prompt."""
+class _NobodyWaitsError(Exception):
+    """The prompt that blocks are fetched for was given up."""
 
-    def __init__(self, core: WorkerCore) -> None:
+
+class Fetching:
+    """What one worker brings into its pool from others, before it computes a prompt. `token_s` says how many seconds computing
+    a token takes, 0 if that is not known.
+    """
+
+    def __init__(self, core: WorkerCore, token_s: Callable[[], float]) -> None:
         rank, lease_s = core.rank, core.config.limits.lease_s
         self._me = core.me
         self._cache = core.cache
         self._tables = BlockTables(core.cache, core.block_size, core.window)
         self._block_size = core.block_size
         self._lease_s = lease_s
+        self._token_s = token_s
         self._reader = None if core.tiers is None else core.tiers.reader
         self._spawn = core.spawn
         self._on_change = core.changed
@@ -116,16 +123,18 @@ class Fetching:
         """Take what one source has beyond the blocks that are held."""
         held = self._cache.match(keys)
         end = await self._end(source, keys, held) if held < len(keys) else held
-        async with self._turns:
+        if end <= held:
+            return
+        async with self._turn((end - held) * self._block_size) as has_turn:
             began, held = time.monotonic(), self._cache.match(keys)  # meanwhile some may have been evicted, or computed
-            if end <= held or job.stopped or not self._may_take(source):
+            if not has_turn or end <= held or job.stopped or not self._may_take(source):
                 return
             pin = self._cache.pin("fetched", end, keys[:held], began + 2 * self._lease_s)
             if pin is None:
                 return
             blocks = held
             try:
-                blocks = await self._fill(source, keys[:end], pin, held)
+                blocks = await self._fill(source, job, keys[:end], pin, held)
             except Overdue as overdue:
                 self._spawn(self._unpin_when_done(pin, keys[:held], overdue.reading))
                 return
@@ -136,6 +145,20 @@ class Fetching:
             self._on_change()
         name = source if isinstance(source, str) else PEER
         job.prompt.brought += Brought.of(name, (blocks - held) * self._block_size, time.monotonic() - began)
+
+    @asynccontextmanager
+    async def _turn(self, num_tokens: int) -> AsyncIterator[bool]:
+        """Wait for a turn for as long as computing so many tokens takes, and a lease at most. Yields whether there is one."""
+        try:
+            async with asyncio.timeout(min(self._lease_s, num_tokens * self._token_s() or self._lease_s)):
+                await self._turns.acquire()
+        except TimeoutError:
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            self._turns.release()
 
     def _may_take(self, source: str | FetchFrom) -> bool:
         """Whether a source answers, and pays, as far as is known."""
@@ -153,14 +176,16 @@ class Fetching:
         assert self._reader is not None, "only a tier that there is has a name"
         return held + await self._reader.match(source, keys[held:])
 
-    async def _fill(self, source: str | FetchFrom, keys: Sequence[bytes], pin: Pin, held: int) -> int:
+    async def _fill(self, source: str | FetchFrom, job: Job, keys: Sequence[bytes], pin: Pin, held: int) -> int:
         """Fill all but the first `held` blocks of a pin. Returns how many leading ones hold what they should."""
         if isinstance(source, str):
             assert self._reader is not None, "only a tier that there is has a name"
             return held + await self._reader.read(source, keys[held:], pin.table[held:])
         peer, began = source.worker, time.monotonic()
         try:
-            return await self._borrower.fetch(peer, keys, pin.table, held, lambda: self._renew(pin))
+            return await self._borrower.fetch(peer, keys, pin.table, held, lambda: self._goes_on(job, pin))
+        except _NobodyWaitsError:
+            return held
         except TandemError as error:
             self.failed += 1
             if (now := time.monotonic()) - began > FAILED_LATE_S:
@@ -169,10 +194,13 @@ class Fetching:
             log.info("nothing was fetched from %s: %s", peer.worker_id, error.message)
             return held
 
-    def _renew(self, pin: Pin) -> None:
+    def _goes_on(self, job: Job, pin: Pin) -> None:
+        """Keep a pin while its blocks come. Raises _NobodyWaitsError if nobody wants them any more."""
+        if job.stopped:
+            raise _NobodyWaitsError
         pin.deadline = time.monotonic() + 2 * self._lease_s
 
-    async def _unpin_when_done(self, pin: Pin, keys: Sequence[bytes], reading: asyncio.Future[tuple[int, float]]) -> None:
+    async def _unpin_when_done(self, pin: Pin, keys: Sequence[bytes], reading: asyncio.Future[int]) -> None:
         """A tier hangs in the middle of a read: its blocks are nobody else's until it has let go of them."""
         await asyncio.wait((reading,))
         self._cache.unpin(pin, keys)

@@ -62,7 +62,7 @@ class PrefillWorker:
         self._draining = False
         on_given_back = None if core.tiers is None else core.tiers.note
         self._jobs = Jobs(self._scheduler, self._send, core.spawn, core.changed, on_given_back)
-        self._fetching = Fetching(core)
+        self._fetching = Fetching(core, lambda: self.token_s)
         core.add(self)
 
     def handlers(self) -> dict[type[Any], Handler]:
@@ -110,7 +110,7 @@ class PrefillWorker:
         """Give up what needs a pair or a peer that is lost."""
         self._jobs.fail_broken()
         self._fetching.retire_lost()
-        if self._cache.lacking and self.core.held_beside(self):
+        if self._cache.lacking and self._num_held():
             for job in self._jobs:
                 if job.began is None and not job.stopped and not self._has_room(len(job.message.token_ids)):
                     self._jobs.fail(job, self._crowded())
@@ -178,11 +178,16 @@ class PrefillWorker:
 
     def _has_room(self, num_tokens: int) -> bool:
         """Whether a prompt gets blocks once those before it are gone. The worker's streams may last: it had another role."""
-        growth, held = self.core.growth_beside(self), self.core.held_beside(self)
-        return growth is not None and self._scheduler.fits(num_tokens, growth + held)
+        growth = self.core.growth_beside(self)
+        return growth is not None and self._scheduler.fits(num_tokens, growth + self._num_held())
+
+    def _num_held(self) -> int:
+        """Blocks that no prompt can wait for: those of the worker's streams, and those of a read that a tier does not end."""
+        now = time.monotonic()
+        return self.core.held_beside(self) + sum(len(pin.table) for pin in self._cache.pins if pin.deadline < now)
 
     def _crowded(self) -> OverloadedError:
-        return OverloadedError(f"streams hold the KV blocks of {self.me.worker_id}", retry_after_s=1.0)
+        return OverloadedError(f"others hold the KV blocks of {self.me.worker_id}", retry_after_s=1.0)
 
     async def _admit(self, job: Job) -> None:
         """Make sure of the way to decode, and of the grammar, before any work is spent."""

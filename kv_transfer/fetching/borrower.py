@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -100,9 +101,10 @@ class Borrower:
         """The lender's answer. Raises KvTransferError when it has brought nothing for as long as patience lasts."""
         try:
             while not asking.done():
-                before = loan.received_tokens
+                before, began = loan.received_tokens, time.monotonic()
                 await asyncio.wait((asking,), timeout=self._patience_s)
-                if not asking.done() and loan.received_tokens == before:
+                held = time.monotonic() - began > 1.5 * self._patience_s  # what has come was not looked at yet
+                if not asking.done() and loan.received_tokens == before and not held:
                     raise KvTransferError(f"{lender.worker_id} brings nothing for {self._patience_s:g} s")
                 on_progress()
             return asking.result()

@@ -8,6 +8,6 @@ import asyncio
 class Overdue(Exception):
     """A read has not ended in time. `reading` is done when nothing writes into its blocks any more."""
 
-    def __init__(self, reading: asyncio.Future[tuple[int, float]]) -> None:
+    def __init__(self, reading: asyncio.Future[int]) -> None:
         super().__init__("a tier does not answer")
         self.reading = reading

@@ -3,8 +3,9 @@
     match ──► so many blocks ──► read, one prompt at a time ──► so many of them hold what they should
       └── no answer in time ──┴──► OVERDUE: nobody asks this tier until its call returns; the blocks stay the reader's till then
 
-What reading a block of a tier takes is measured with each read, what looking takes with each look, and both are forgotten after
-a minute: so a tier that was slow once is tried again. A disk may hang for ever: then prompts go on without it.
+What reading a block of a tier takes is measured with each read, also with one that was overdue, what looking takes with each
+look, and both are forgotten after a minute: so a tier that was slow once is tried again. A disk may hang for ever: then prompts
+go on without it.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ _MOST_READS = 4
 
 
 class TierReader:
-    """One worker's reads. `token_s` says how many seconds computing a token takes there, 0 if that is not known. A read may
-    take `patience_s` seconds, from the moment that it is asked for.
+    """One worker's reads. `token_s` says how many seconds computing a token takes there, 0 if that is not known. A read has to
+    begin within `patience_s` seconds. From then on it may take as long, and twice as long as so many blocks took lately.
     """
 
     def __init__(self, tiers: Tiers, block_size: int, token_s: Callable[[], float], patience_s: float) -> None:
@@ -40,8 +41,10 @@ class TierReader:
         """Seconds of a block, and when that was, by tier."""
         self._looked: dict[str, tuple[float, float]] = {}
         """Seconds of the latest look, and when it ended, by tier."""
-        self._overdue: dict[str, asyncio.Future[Any]] = {}
-        """The call that a tier did not answer in time."""
+        self._began: dict[str, float] = {}
+        """When the latest read of a tier began."""
+        self._overdue: dict[tuple[str, str], asyncio.Future[Any]] = {}
+        """The look and the read that a tier did not answer in time."""
 
     @property
     def names(self) -> Sequence[str]:
@@ -50,12 +53,11 @@ class TierReader:
 
     def pays(self, name: str) -> bool:
         """Whether reading a block of this tier takes less than computing it, as far as is known, and it answers."""
-        overdue = self._overdue.get(name)
-        if self._reads[name] >= _MOST_READS or (overdue is not None and not overdue.done()):
+        overdue = [self._overdue.get((name, what)) for what in ("look", "read")]
+        if self._reads[name] >= _MOST_READS or any(call is not None and not call.done() for call in overdue):
             return False
-        block_s, at = self._measured.get(name, (0.0, 0.0))
         token_s = self._token_s()
-        return not token_s or time.monotonic() - at > _KNOWN_S or block_s < token_s * self._block_size
+        return not token_s or self._block_s(name) < token_s * self._block_size
 
     async def match(self, name: str, keys: Sequence[bytes]) -> int:
         """Number of leading keys whose blocks lie in this tier; 0 if it does not say so in time, and if computing so many takes
@@ -67,7 +69,7 @@ class TierReader:
         looking = asyncio.wrap_future(self._looking[name].submit(self._timed_look, name, keys))
         await asyncio.wait((looking,), timeout=self._patience_s)
         if not looking.done():
-            self._overdue[name] = looking
+            self._overdue[name, "look"] = looking
             return 0
         return looking.result()
 
@@ -83,6 +85,9 @@ class TierReader:
         reading.add_done_callback(lambda _: self._read(name))
         try:
             await asyncio.wait((reading,), timeout=self._patience_s)
+            if not reading.done() and submitted.running():
+                longest_s = self._patience_s + 2 * self._block_s(name) * len(keys)
+                await asyncio.wait((reading,), timeout=self._began[name] + longest_s - time.monotonic())
         except asyncio.CancelledError:
             if not submitted.cancel():
                 await asyncio.wait((reading,), timeout=self._patience_s)
@@ -90,12 +95,14 @@ class TierReader:
         if not reading.done():
             if submitted.cancel():
                 return 0
-            self._overdue[name] = reading
+            self._overdue[name, "read"] = reading
             raise Overdue(reading)
-        count, seconds = reading.result()
-        if count:
-            self._measured[name] = (seconds / count, time.monotonic())
-        return count
+        return reading.result()
+
+    def _block_s(self, name: str) -> float:
+        """Seconds that a block took lately, 0 if that is not known."""
+        block_s, at = self._measured.get(name, (0.0, 0.0))
+        return block_s if time.monotonic() - at <= _KNOWN_S else 0.0
 
     def close(self) -> None:
         """Read nothing more."""
@@ -108,9 +115,12 @@ class TierReader:
         self._looked[name] = ((ended := time.monotonic()) - began, ended)
         return count
 
-    def _timed(self, name: str, keys: Sequence[bytes], blocks: Sequence[int]) -> tuple[int, float]:
-        began = time.monotonic()
-        return self._tiers.get(name, keys, blocks), time.monotonic() - began
+    def _timed(self, name: str, keys: Sequence[bytes], blocks: Sequence[int]) -> int:
+        began = self._began[name] = time.monotonic()
+        count = self._tiers.get(name, keys, blocks)
+        if count:  # what is missing, or damaged, takes less
+            self._measured[name] = ((ended := time.monotonic()) - began) / len(keys), ended
+        return count
 
     def _read(self, name: str) -> None:
         self._reads[name] -= 1

@@ -14,7 +14,7 @@ from configs.schema import ClusterConfig
 from kv_transfer.transports.loopback import Faults
 from protocol.cache.fetch import Fetch
 from protocol.cache.keys import block_keys
-from protocol.errors import InvalidRequestError, KvTransferError
+from protocol.errors import InvalidRequestError, KvTransferError, OverloadedError
 from protocol.messages.decode import Prefilled, Release
 from protocol.messages.prefill import FetchFrom, FirstToken
 from protocol.messages.workers import Role, Ticket
@@ -304,7 +304,7 @@ def test_who_waits_for_lent_blocks_goes_on_when_the_loan_is_over(two_workers: Fa
             await workers.until(workers.all_free)
             keys = block_keys(lent, BLOCK_SIZE, "")[: HELD // BLOCK_SIZE]
             cache = workers.prefill._cache
-            pin = cache.pin("lent", len(keys), keys, 0.0)
+            pin = cache.pin("lent", len(keys), keys, time.monotonic() + 60.0)
             assert pin is not None
             long = prompt_of(200, 7)
             ticket = await router.reserve(long, 1)
@@ -339,6 +339,53 @@ def test_prompts_that_lack_the_same_blocks_fetch_them_once(two_workers: Factory,
             for ticket in tickets:
                 router.decode.send(Release(ticket.ticket_id))
             await workers.until(workers.all_free)
+
+    run(scenario())
+
+
+def test_a_prompt_does_not_wait_for_blocks_that_a_read_never_lets_go(two_workers: Factory) -> None:
+    """Nor do those behind it: it is sent back, when nothing else can be expected any more."""
+
+    async def scenario() -> None:
+        async with two_workers(CONFIG) as workers:
+            router = await workers.router()
+            cache = workers.prefill._cache
+            pin = cache.pin("fetched", cache.num_blocks // 2, [], time.monotonic() + 1.0)
+            assert pin is not None
+            long = prompt_of(BLOCK_SIZE * (cache.num_blocks // 2 + 1), 7)
+            ticket = await router.reserve(long, 1)
+            with pytest.raises(OverloadedError, match="others hold"):
+                await router.compute(ticket, long, greedy(1))
+            router.decode.send(Release(ticket.ticket_id))
+            await router.generate(prompt_of(LENGTH), greedy(1))
+            cache.unpin(pin, [])
+            await workers.until(workers.all_free)
+
+    run(scenario())
+
+
+def test_fetches_that_go_on_and_on_hold_up_nobody(two_workers: Factory, reference: Reference) -> None:
+    """Neither a prompt for which there is nothing to fetch, nor one that is sooner computed than it has its turn."""
+
+    async def scenario() -> None:
+        async with two_workers(CONFIG) as workers:
+            router = await workers.router()
+            prompt = prompt_of(LENGTH)
+            fetch = await only_decode_holds(workers, router, prompt)
+            fetching = workers.prefill._fetching
+            for _ in range(4):
+                await fetching._turns.acquire()
+            async with asyncio.timeout(CONFIG.limits.lease_s / 2):
+                for salt in ("one", "two"):
+                    await ask(workers, router, prompt[:20], None, salt)  # a block of it is there
+                    number = BLOCK_SIZE if salt == "one" else HELD
+                    prefilled, tokens = await ask(workers, router, prompt, dataclasses.replace(fetch, num_tokens=number), salt)
+                    assert tokens == reference(prompt, 8)
+                    assert prefilled.brought.num_tokens == 0
+            for _ in range(4):
+                fetching._turns.release()
+            prefilled, _ = await ask(workers, router, prompt, fetch)
+            assert prefilled.brought.peer_tokens == HELD
 
     run(scenario())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from kv_transfer.tiers import reader as reader_module
+from kv_transfer.tiers.overdue import Overdue
 from kv_transfer.tiers.reader import TierReader
 
 BLOCK_SIZE, TOKEN_S, LOOK_S = 16, 0.001, 0.2
@@ -62,6 +64,92 @@ def test_all_are_looked_for_as_long_as_nobody_knows_what_computing_takes() -> No
     async def scenario() -> None:
         reader = TierReader(tiers, BLOCK_SIZE, lambda: 0.0, 5.0)
         assert [await reader.match("disk", FEW) for _ in range(2)] == [len(FEW)] * 2
+        reader.close()
+
+    asyncio.run(scenario())
+
+
+class Reads:
+    """A tier that takes its time for each block."""
+
+    names = ("disk",)
+    num_places = 1000
+
+    def __init__(self, block_s: float) -> None:
+        self.block_s = block_s
+        self.ends = threading.Event()
+        self.ends.set()
+        self.missing = 0
+        """How many of the blocks are not there, beyond the first one."""
+
+    def match(self, name: str, keys: Sequence[bytes]) -> int:
+        time.sleep(self.block_s)
+        return len(keys)
+
+    def get(self, name: str, keys: Sequence[bytes], blocks: Sequence[int]) -> int:
+        time.sleep(self.block_s * len(keys))
+        assert self.ends.wait(20)
+        return len(keys) - self.missing
+
+
+def test_a_read_is_not_overdue_for_those_before_it() -> None:
+    """Nor for being long, where as many blocks have taken as long before."""
+    tiers: Any = Reads(block_s=0.02)
+
+    async def scenario() -> None:
+        reader = TierReader(tiers, BLOCK_SIZE, lambda: 0.0, patience_s=0.5)
+        counts = await asyncio.gather(*(reader.read("disk", [b"key"] * 11, range(11)) for _ in range(3)))
+        assert counts == [11] * 3
+        assert await reader.read("disk", [b"key"] * 40, range(40)) == 40
+        reader.close()
+
+    asyncio.run(scenario())
+
+
+def test_what_a_read_has_taken_is_known_once_it_was_overdue() -> None:
+    tiers: Any = Reads(block_s=0.02)
+
+    async def scenario() -> None:
+        reader = TierReader(tiers, BLOCK_SIZE, lambda: 0.0, patience_s=0.2)
+        with pytest.raises(Overdue) as overdue:
+            await reader.read("disk", [b"key"] * 40, range(40))
+        assert not reader.pays("disk")
+        assert await overdue.value.reading == 40
+        assert reader.pays("disk")
+        assert await reader.read("disk", [b"key"] * 40, range(40)) == 40
+        reader.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_look_that_ends_hides_no_read_that_hangs() -> None:
+    tiers: Any = Reads(block_s=0.0)
+    tiers.ends.clear()
+
+    async def scenario() -> None:
+        reader = TierReader(tiers, BLOCK_SIZE, lambda: 0.0, patience_s=0.1)
+        with pytest.raises(Overdue) as overdue:
+            await reader.read("disk", [b"key"], [0])
+        tiers.block_s = 0.3
+        assert await reader.match("disk", [b"key"]) == 0, "it is too late"
+        await asyncio.sleep(0.4)
+        assert not reader.pays("disk")
+        tiers.ends.set()
+        await overdue.value.reading
+        assert reader.pays("disk")
+        reader.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_block_takes_no_longer_for_those_that_are_missing() -> None:
+    tiers: Any = Reads(block_s=0.002)
+    tiers.missing = 99
+
+    async def scenario() -> None:
+        reader = TierReader(tiers, BLOCK_SIZE, lambda: TOKEN_S, patience_s=5.0)
+        assert await reader.read("disk", [b"key"] * 100, range(100)) == 1
+        assert reader.pays("disk"), "a block took 2 ms, and computing it takes 16"
         reader.close()
 
     asyncio.run(scenario())
