@@ -20,9 +20,6 @@ from benchmarks.speculation import COPIES, WORKLOADS, predicted
 from benchmarks.suite.exercised import exercised
 from benchmarks.suite.history import Age, History
 
-UNDER = 0.25
-"""The lowest rate, in requests/s, that goodput looks at: what is not good there is under it."""
-
 
 @dataclass(frozen=True)
 class Source:
@@ -108,7 +105,7 @@ def _rate(medians: Sequence[float]) -> str:
 
 
 def _shown(rate: float) -> str:
-    return f"{rate:.2g}" if rate and rate < 1 else f"{rate:.1f}" if rate else f"under {UNDER}"
+    return f"{rate:.2g}" if rate and rate < 1 else f"{rate:.1f}" if rate else f"under {servers.LOWEST_RATE:g}"
 
 
 GOODPUT_ROWS = {

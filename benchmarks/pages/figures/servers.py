@@ -7,13 +7,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.lib.goodput_report import by_workload, goodputs
-from benchmarks.lib.slo import PAIRS, Slo
+from benchmarks.lib.slo import LOWEST_STEP, PAIRS, Slo, rate_of
 from benchmarks.pages.figure import Figure, at_least, at_most
 
 Result = Mapping[str, Any]
 VLLM = "vllm:128"
 GOODPUT_SYSTEMS = ("tandem", "tandem-auto", VLLM)
 """Those whose goodput pages show."""
+LOWEST_RATE = rate_of(LOWEST_STEP)
+"""In requests/s, of those that goodput tries: what is not good there is under it."""
 _GOODPUT_GOALS = {(500, 30): 2.0, (500, 40): 1.5, (1000, 60): 1.3}
 
 
@@ -56,28 +58,29 @@ def shown_entries(result: Result) -> list[dict[str, Any]]:
     return [entry for entry in result.get("entries", ()) if entry["system"] in GOODPUT_SYSTEMS]
 
 
-def goodput_of(result: Result, workload: str, system: str) -> list[float]:
+def goodput_of(result: Result, workload: str, system: str, beside: Sequence[str] = GOODPUT_SYSTEMS) -> list[float]:
     """Return the medians over the seeds of a system's goodput, in requests/s, for the three pairs of limits.
 
-    Only seeds count in which all systems that pages show were measured on one processor at one commit. Without any the list is
+    Only seeds count in which it and those `beside` it were measured on one processor at one commit. Without any the list is
     empty.
     """
     systems = by_workload(shown_entries(result)).get(workload, {})
     of_seed: dict[int, list[Any]] = {}
-    for entry in (entry for entries in systems.values() for entry in entries):
+    for entry in (entry for name in beside for entry in systems.get(name, ())):
         of_seed.setdefault(entry["seed"], []).append((entry["environment"]["processor"], entry["environment"]["commit"]))
-    together = {seed for seed, where in of_seed.items() if len(where) == len(GOODPUT_SYSTEMS) and len(set(where)) == 1}
+    together = {seed for seed, where in of_seed.items() if len(where) == len(beside) and len(set(where)) == 1}
     entries = [entry for entry in systems.get(system, ()) if entry["seed"] in together]
     return [statistics.median(goodputs(entries, Slo(*pair, 1.0))) for pair in PAIRS] if entries else []
 
 
 def goodput(result: Result, kind: str) -> Sequence[Figure]:
-    """Azure's conversations with `auto`, beside vLLM."""
-    ours, theirs = (goodput_of(result, "azure-conversation", system) for system in ("tandem-auto", VLLM))
+    """Azure's conversations with `auto`, beside vLLM. One without a good rate counts as one that is good at the lowest."""
+    both = ("tandem-auto", VLLM)
+    ours, theirs = (goodput_of(result, "azure-conversation", system, both) for system in both)
     return [
         Figure(
             f"Azure's conversations, {pair[0]} / {pair[1]} ms: `auto` / vLLM",
-            one / other,
+            one / max(other, LOWEST_RATE),
             goal=at_least(_GOODPUT_GOALS[pair]),
             peer="vLLM, 128 tokens a step",
         )
