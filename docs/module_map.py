@@ -16,7 +16,8 @@ PAGES = {
     "router": ("The router", ["router"]),
     "workers": ("Workers and the engine", ["prefill_workers", "decode_workers", "worker", "engine"]),
     "shared": ("What the parts share", ["protocol", "configs", "telemetry", "kv_transfer"]),
-    "operating": ("The cluster and its tools", ["cluster", "autoscaler", "simulator", "loadtest", "certify"]),
+    "operating": ("The cluster", ["cluster", "autoscaler"]),
+    "tools": ("Tools beside the cluster", ["simulator", "loadtest", "certify"]),
 }
 """Page to its title and the packages that it describes."""
 
