@@ -16,6 +16,9 @@ class Pinned(Protocol):
 class PinningCache(Protocol):
     """The books of one pool: what is cached, and what is pinned."""
 
+    lacking: bool
+    """Whether a prompt that is due waits for blocks."""
+
     def match(self, keys: Sequence[bytes]) -> int:
         """Number of leading keys whose blocks are all cached."""
 

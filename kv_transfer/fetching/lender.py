@@ -26,7 +26,8 @@ log = logging.getLogger(__name__)
 MOST_LOANS = 16
 """Fetches that one worker serves at once."""
 MOST_SHARE = 0.5
-"""Share of the pool's free blocks that one loan may take: prompts and streams of the worker need some meanwhile."""
+"""Share of the pool's free blocks that one loan may take: prompts and streams of the worker need some meanwhile. Of a
+prefix that takes more, the first half is lent, or a half of that, and so on."""
 
 
 class Lender:
@@ -63,9 +64,7 @@ class Lender:
         """Take a Fetch. It is answered at once if it is refused, and otherwise when the KV is there."""
         try:
             num_blocks = self._checked(message)
-            keys = message.keys[:num_blocks]
-            deadline = self._deadline()
-            pinned = self._cache.pin("lent", num_blocks, keys, deadline, most=MOST_SHARE) if self._can_spare() else None
+            pinned = self._pinned(message, num_blocks) if self._can_spare() else None
             if pinned is None:
                 raise OverloadedError("the pool has no blocks to spare", retry_after_s=1.0)
         except TandemError as error:
@@ -90,12 +89,19 @@ class Lender:
             raise KvTransferError("the blocks are not cached here any more")
         return num_blocks
 
+    def _pinned(self, message: Fetch, num_blocks: int) -> Pinned | None:
+        """Pin as many of the leading blocks as one loan may take. None if these are none that the borrower lacks."""
+        while num_blocks * self._block_size > message.ticket.held_tokens:
+            pinned = self._cache.pin("lent", num_blocks, message.keys[:num_blocks], self._deadline(), most=MOST_SHARE)
+            if pinned is not None:
+                return pinned
+            num_blocks //= 2
+        return None
+
     async def _lend(self, peer: bytes, message: Fetch, pinned: Pinned) -> None:
         answer: Fetched | Failed
-        num_tokens = len(pinned.table) * self._block_size
         try:
-            await self._send_kv(message, pinned, num_tokens)
-            answer = Fetched(message.call_id, num_tokens)
+            answer = Fetched(message.call_id, await self._send_kv(message, pinned))
         except TandemError as error:
             log.info("blocks were not lent: %s", error.message)
             answer = Failed.from_error(message.call_id, error)
@@ -105,19 +111,26 @@ class Lender:
             self._on_change()
         self._send(peer, answer)
 
-    async def _send_kv(self, message: Fetch, pinned: Pinned, num_tokens: int) -> None:
-        """Returns when the borrower has committed it, or raises TandemError; either way nothing reads the blocks any more."""
-        transfer = OutgoingTransfer(message.ticket)
+    async def _send_kv(self, message: Fetch, pinned: Pinned) -> int:
+        """Send the blocks, piece by piece, for as long as the worker's own prompts and streams don't need them.
+
+        Returns how many of the prompt's tokens the borrower has, once it has committed them, or raises TandemError; either way
+        nothing reads the blocks any more.
+        """
+        transfer, end = OutgoingTransfer(message.ticket), len(pinned.table) * self._block_size
         pair = await self._peers.pair(message.ticket.worker)
-        while (start := transfer.sent_tokens) < num_tokens:
-            size = min(PIECE_TOKENS, num_tokens - start)
+        while (start := transfer.sent_tokens) < end:
+            if start > message.ticket.sent_from and (self._cache.lacking or not self._can_spare()):
+                break
+            size = min(PIECE_TOKENS, end - start)
             await pair.push(STEP_OVER, [PushPart(transfer, pinned.table, start, size)])
             if transfer.refused:
                 raise KvTransferError(f"{pair.peer.worker_id} no longer waits for the blocks")
             pinned.deadline = self._deadline()
         await pair.commit(transfer)
-        self.lent_tokens += num_tokens - message.ticket.held_tokens
-        self.lent_bytes += (num_tokens - message.ticket.sent_from) * pair.token_bytes
+        self.lent_tokens += transfer.sent_tokens - message.ticket.held_tokens
+        self.lent_bytes += (transfer.sent_tokens - message.ticket.sent_from) * pair.token_bytes
+        return transfer.sent_tokens
 
     def _deadline(self) -> float:
         return time.monotonic() + self._lease_s

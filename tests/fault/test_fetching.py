@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from configs.schema import ClusterConfig
+from kv_transfer.fetching import lender
 from kv_transfer.transports.loopback import Faults
 from protocol.cache.fetch import Fetch
 from protocol.cache.keys import block_keys
@@ -92,6 +93,40 @@ def test_who_has_streams_that_wait_for_blocks_lends_none(two_workers: Factory, r
                 prefilled, tokens = await ask(workers, router, prompt, fetch)
             assert tokens == reference(prompt, 8)
             assert prefilled.brought.num_tokens == workers.decode.core.lender.lent_tokens == 0
+
+    run(scenario())
+
+
+def test_a_loan_ends_when_the_lender_needs_its_blocks(two_workers: Factory, reference: Reference) -> None:
+    """What was sent until then is of use."""
+
+    async def scenario() -> None:
+        async with two_workers(CONFIG) as workers:
+            router = await workers.router()
+            prompt = prompt_of(LENGTH)
+            fetch = await only_decode_holds(workers, router, prompt)
+            spares = iter([True, True, False])  # when it is asked, after the first piece, after the second
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(lender, "PIECE_TOKENS", 16)
+                patch.setattr(workers.decode.core.lender, "_can_spare", lambda: next(spares))
+                prefilled, tokens = await ask(workers, router, prompt, fetch)
+            assert tokens == reference(prompt, 8)
+            assert prefilled.brought.peer_tokens == workers.decode.core.lender.lent_tokens == 32
+
+    run(scenario())
+
+
+def test_of_what_is_too_much_for_a_loan_a_part_is_lent(two_workers: Factory, reference: Reference) -> None:
+    async def scenario() -> None:
+        async with two_workers(CONFIG) as workers:
+            router = await workers.router()
+            prompt = prompt_of(LENGTH)
+            fetch = await only_decode_holds(workers, router, prompt)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(lender, "MOST_SHARE", 8 / 256)
+                prefilled, tokens = await ask(workers, router, prompt, fetch)
+            assert tokens == reference(prompt, 8)
+            assert prefilled.brought.peer_tokens == HELD / 2, "12 blocks are more than 8, and 6 are not"
 
     run(scenario())
 
