@@ -17,6 +17,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
 
 from engine.memory.block_table import BlockTables
 from engine.memory.prefix_cache import Pin
@@ -39,26 +40,35 @@ _LEFT_ALONE_S = 5.0
 
 
 class _NobodyWaitsError(Exception):
-    """The prompt that blocks are fetched for was given up."""
+    """The prompts that blocks are fetched for were given up."""
+
+
+@dataclass(eq=False, slots=True)
+class _Coming:
+    """Blocks that are being brought for one prompt."""
+
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    num_others: int = 0
+    """Other prompts that wait for them."""
 
 
 class Fetching:
-    """What one worker brings into its pool from others, before it computes a prompt. `token_s` says how many seconds computing
-    a token takes, 0 if that is not known.
+    """What one worker brings into its pool from others, before it computes a prompt. `computed_s` says in how many seconds so
+    many more tokens would be computed, those that are queued before them among it; 0 if that is not known.
     """
 
-    def __init__(self, core: WorkerCore, token_s: Callable[[], float]) -> None:
+    def __init__(self, core: WorkerCore, computed_s: Callable[[int], float]) -> None:
         rank, lease_s = core.rank, core.config.limits.lease_s
         self._me = core.me
         self._cache = core.cache
         self._tables = BlockTables(core.cache, core.block_size, core.window)
         self._block_size = core.block_size
         self._lease_s = lease_s
-        self._token_s = token_s
+        self._computed_s = computed_s
         self._reader = None if core.tiers is None else core.tiers.reader
         self._spawn = core.spawn
         self._on_change = core.changed
-        self._coming: dict[bytes, asyncio.Event] = {}
+        self._coming: dict[bytes, _Coming] = {}
         """By the first block that is being brought."""
         self._failed_at: dict[WorkerLife, float] = {}
         """When a fetch from a peer has failed last."""
@@ -92,14 +102,14 @@ class Fetching:
         began, before = time.monotonic(), prompt.brought.seconds
         await self._wait_for_others(keys)
         if (held := self._cache.match(keys)) < len(keys):
-            lacking, done = keys[held], asyncio.Event()
-            self._coming[lacking] = done
+            lacking, coming = keys[held], _Coming()
+            self._coming[lacking] = coming
             try:
                 for source in self._sources(wanted):
-                    await self._take(source, job, keys)
+                    await self._take(source, job, keys, coming)
             finally:
-                done.set()
-                if self._coming.get(lacking) is done:
+                coming.done.set()
+                if self._coming.get(lacking) is coming:
                     del self._coming[lacking]
         in_vain_s = time.monotonic() - began - (prompt.brought.seconds - before)
         prompt.brought += Brought(seconds=max(0.0, in_vain_s))
@@ -109,7 +119,11 @@ class Fetching:
         with suppress(TimeoutError):
             async with asyncio.timeout(self._lease_s):
                 while (held := self._cache.match(keys)) < len(keys) and (other := self._coming.get(keys[held])) is not None:
-                    await other.wait()
+                    other.num_others += 1
+                    try:
+                        await other.done.wait()
+                    finally:
+                        other.num_others -= 1
 
     def _sources(self, wanted: FetchFrom | None) -> Iterator[str | FetchFrom]:
         """Names of tiers and the peer, the faster first: a peer's pool is slower than the node's memory, and faster than its
@@ -119,7 +133,7 @@ class Fetching:
         everything = [*(name for name in names if name == MEMORY), wanted, *(name for name in names if name != MEMORY)]
         return (source for source in everything if source is not None and self._may_take(source))
 
-    async def _take(self, source: str | FetchFrom, job: Job, keys: Sequence[bytes]) -> None:
+    async def _take(self, source: str | FetchFrom, job: Job, keys: Sequence[bytes], coming: _Coming) -> None:
         """Take what one source has beyond the blocks that are held."""
         held = self._cache.match(keys)
         end = await self._end(source, keys, held) if held < len(keys) else held
@@ -127,14 +141,14 @@ class Fetching:
             return
         async with self._turn((end - held) * self._block_size) as has_turn:
             began, held = time.monotonic(), self._cache.match(keys)  # meanwhile some may have been evicted, or computed
-            if not has_turn or end <= held or job.stopped or not self._may_take(source):
+            if not has_turn or end <= held or not self._is_wanted(job, coming) or not self._may_take(source):
                 return
             pin = self._cache.pin("fetched", end, keys[:held], began + 2 * self._lease_s)
             if pin is None:
                 return
             blocks = held
             try:
-                blocks = await self._fill(source, job, keys[:end], pin, held)
+                blocks = await self._fill(source, keys[:end], pin, held, lambda: self._goes_on(job, coming, pin))
             except Overdue as overdue:
                 self._spawn(self._unpin_when_done(pin, keys[:held], overdue.reading))
                 return
@@ -148,9 +162,9 @@ class Fetching:
 
     @asynccontextmanager
     async def _turn(self, num_tokens: int) -> AsyncIterator[bool]:
-        """Wait for a turn for as long as computing so many tokens takes, and a lease at most. Yields whether there is one."""
+        """Wait for a turn until so many tokens would be computed, and a lease at most. Yields whether there is one."""
         try:
-            async with asyncio.timeout(min(self._lease_s, num_tokens * self._token_s() or self._lease_s)):
+            async with asyncio.timeout(min(self._lease_s, self._computed_s(num_tokens) or self._lease_s)):
                 await self._turns.acquire()
         except TimeoutError:
             yield False
@@ -176,14 +190,16 @@ class Fetching:
         assert self._reader is not None, "only a tier that there is has a name"
         return held + await self._reader.match(source, keys[held:])
 
-    async def _fill(self, source: str | FetchFrom, job: Job, keys: Sequence[bytes], pin: Pin, held: int) -> int:
+    async def _fill(
+        self, source: str | FetchFrom, keys: Sequence[bytes], pin: Pin, held: int, on_progress: Callable[[], None]
+    ) -> int:
         """Fill all but the first `held` blocks of a pin. Returns how many leading ones hold what they should."""
         if isinstance(source, str):
             assert self._reader is not None, "only a tier that there is has a name"
             return held + await self._reader.read(source, keys[held:], pin.table[held:])
         peer, began = source.worker, time.monotonic()
         try:
-            return await self._borrower.fetch(peer, keys, pin.table, held, lambda: self._goes_on(job, pin))
+            return await self._borrower.fetch(peer, keys, pin.table, held, on_progress)
         except _NobodyWaitsError:
             return held
         except TandemError as error:
@@ -194,9 +210,13 @@ class Fetching:
             log.info("nothing was fetched from %s: %s", peer.worker_id, error.message)
             return held
 
-    def _goes_on(self, job: Job, pin: Pin) -> None:
+    def _is_wanted(self, job: Job, coming: _Coming) -> bool:
+        """Whether a prompt still waits for what is being brought."""
+        return not job.stopped or coming.num_others > 0
+
+    def _goes_on(self, job: Job, coming: _Coming, pin: Pin) -> None:
         """Keep a pin while its blocks come. Raises _NobodyWaitsError if nobody wants them any more."""
-        if job.stopped:
+        if not self._is_wanted(job, coming):
             raise _NobodyWaitsError
         pin.deadline = time.monotonic() + 2 * self._lease_s
 

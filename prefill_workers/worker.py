@@ -62,7 +62,7 @@ class PrefillWorker:
         self._draining = False
         on_given_back = None if core.tiers is None else core.tiers.note
         self._jobs = Jobs(self._scheduler, self._send, core.spawn, core.changed, on_given_back)
-        self._fetching = Fetching(core, lambda: self.token_s)
+        self._fetching = Fetching(core, lambda num_tokens: (self._scheduler.queued_tokens + num_tokens) * self.token_s)
         core.add(self)
 
     def handlers(self) -> dict[type[Any], Handler]:
@@ -182,9 +182,12 @@ class PrefillWorker:
         return growth is not None and self._scheduler.fits(num_tokens, growth + self._num_held())
 
     def _num_held(self) -> int:
-        """Blocks that no prompt can wait for: those of the worker's streams, and those of a read that a tier does not end."""
+        """Blocks that no prompt can wait for: those of the worker's streams, and those that a read of a tier that does not end
+        has for itself.
+        """
         now = time.monotonic()
-        return self.core.held_beside(self) + sum(len(pin.table) for pin in self._cache.pins if pin.deadline < now)
+        endless = (pin for pin in self._cache.pins if pin.purpose == "fetched" and pin.deadline < now)
+        return self.core.held_beside(self) + sum(self._cache.num_sole(pin.table) for pin in endless)
 
     def _crowded(self) -> OverloadedError:
         return OverloadedError(f"others hold the KV blocks of {self.me.worker_id}", retry_after_s=1.0)

@@ -99,13 +99,18 @@ class Borrower:
         self, asking: asyncio.Task[object], loan: _Loan, lender: WorkerRef, on_progress: Callable[[], None]
     ) -> object:
         """The lender's answer. Raises KvTransferError when it has brought nothing for as long as patience lasts."""
+        looked_again = False
         try:
             while not asking.done():
                 before, began = loan.received_tokens, time.monotonic()
                 await asyncio.wait((asking,), timeout=self._patience_s)
-                held = time.monotonic() - began > 1.5 * self._patience_s  # what has come was not looked at yet
-                if not asking.done() and loan.received_tokens == before and not held:
-                    raise KvTransferError(f"{lender.worker_id} brings nothing for {self._patience_s:g} s")
+                if asking.done():
+                    break
+                if loan.received_tokens == before:
+                    was_held = time.monotonic() - began > 1.5 * self._patience_s  # what has come was not looked at yet
+                    if looked_again or not was_held:
+                        raise KvTransferError(f"{lender.worker_id} brings nothing for {self._patience_s:g} s")
+                    looked_again = True
                 on_progress()
             return asking.result()
         finally:

@@ -3,9 +3,9 @@
     match ──► so many blocks ──► read, one prompt at a time ──► so many of them hold what they should
       └── no answer in time ──┴──► OVERDUE: nobody asks this tier until its call returns; the blocks stay the reader's till then
 
-What reading a block of a tier takes is measured with each read, also with one that was overdue, what looking takes with each
-look, and both are forgotten after a minute: so a tier that was slow once is tried again. A disk may hang for ever: then prompts
-go on without it.
+What reading a block of a tier takes is measured with each read, also with one that was overdue. What looking takes is measured
+with each look. Both are forgotten after a minute, so a tier that was slow once is tried again. A disk may hang for ever: then
+prompts go on without it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MOST_READS = 4
 
 class TierReader:
     """One worker's reads. `token_s` says how many seconds computing a token takes there, 0 if that is not known. A read has to
-    begin within `patience_s` seconds. From then on it may take as long, and twice as long as so many blocks took lately.
+    begin within `patience_s` seconds. From then on it may take as long, or twice that where so many blocks took long lately.
     """
 
     def __init__(self, tiers: Tiers, block_size: int, token_s: Callable[[], float], patience_s: float) -> None:
@@ -85,16 +85,15 @@ class TierReader:
         reading.add_done_callback(lambda _: self._read(name))
         try:
             await asyncio.wait((reading,), timeout=self._patience_s)
-            if not reading.done() and submitted.running():
-                longest_s = self._patience_s + 2 * self._block_s(name) * len(keys)
-                await asyncio.wait((reading,), timeout=self._began[name] + longest_s - time.monotonic())
+            if not reading.done() and submitted.cancel():
+                return 0
+            longest_s = self._patience_s + min(self._patience_s, 2 * self._block_s(name) * len(keys))
+            await asyncio.wait((reading,), timeout=self._began.get(name, 0.0) + longest_s - time.monotonic())
         except asyncio.CancelledError:
             if not submitted.cancel():
                 await asyncio.wait((reading,), timeout=self._patience_s)
             raise
         if not reading.done():
-            if submitted.cancel():
-                return 0
             self._overdue[name, "read"] = reading
             raise Overdue(reading)
         return reading.result()

@@ -163,7 +163,8 @@ def _same(value: Any, neutral: Any) -> bool:
 
 def _explain(kind: type[Body], errors: list[ErrorDetails]) -> InvalidRequestError:
     # An object of another type has that type's fields: they are no mistake of their own.
-    of_other_types = {error["loc"][:-1] for error in errors if error["loc"][-1:] == ("type",) and error["type"] != "missing"}
+    no_type = ("missing", "extra_forbidden")
+    of_other_types = {error["loc"][:-1] for error in errors if error["loc"][-1:] == ("type",) and error["type"] not in no_type}
     errors = [error for error in errors if error["type"] != "extra_forbidden" or error["loc"][:-1] not in of_other_types]
     unknown = [_path_of_unknown(kind, error["loc"]) for error in errors if error["type"] == "extra_forbidden"]
     if unknown:

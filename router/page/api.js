@@ -26,7 +26,8 @@ export class Failure extends Error {
  */
 export async function servedModel(key, signal) {
   const deadline = AbortSignal.timeout(MODELS_DEADLINE_MS);
-  const { data } = await jsonOf(await request("v1/models", key, { signal: AbortSignal.any([signal, deadline]) }));
+  const either = AbortSignal.any?.([signal, deadline]) ?? deadline; // browsers of 2023 have no `any`
+  const { data } = await jsonOf(await request("v1/models", key, { signal: either }));
   if (!data.length) throw new Failure("This key is not for the model that is served here.", 403);
   return data[0].id;
 }

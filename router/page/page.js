@@ -6,7 +6,7 @@
  *                             └─ stop or failure, none ───► idle, the question is back in the field
  *
  * For screen readers the conversation is a log. An answer is quiet while it grows and is put into the log anew when it is
- * complete, so that it is read once and as a whole; then come its figures.
+ * complete, so that it is read once and as a whole; then come its figures. An answer of which something is selected stays.
  */
 
 import { answerTo, Failure, servedModel } from "./api.js";

@@ -58,7 +58,8 @@ _HEADERS = {
 
 def page_routes() -> list[BaseRoute]:
     """Return one route for each file of the pages. They are not part of the API, so the OpenAPI document leaves them out."""
-    return [_route(path, Path(__file__).parent / name) for path, name in PAGE_FILES.items()]
+    pages = [_route(path, Path(__file__).parent / name) for path, name in PAGE_FILES.items()]
+    return [*pages, *(_slash_route(path) for path, name in PAGE_FILES.items() if name.endswith(".html") and path != "/")]
 
 
 def _route(path: str, file: Path) -> Route:
@@ -68,3 +69,12 @@ def _route(path: str, file: Path) -> Route:
         return Response(content, media_type=media_type, headers=_HEADERS)
 
     return Route(path, answer, methods=["GET"], include_in_schema=False)
+
+
+def _slash_route(path: str) -> Route:
+    """Send who adds a slash to the page, whose files are named relative to it. Whatever a proxy calls this host."""
+
+    async def answer(request: Request) -> Response:
+        return Response(status_code=307, headers={"location": f"..{path}"})
+
+    return Route(f"{path}/", answer, methods=["GET"], include_in_schema=False)

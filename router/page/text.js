@@ -64,6 +64,7 @@ export function show(parent, text) {
 
 /** What is only added to leaves alone what a reader has selected before it. */
 function grow(node, text) {
+  if (text === node.data) return;
   if (text.startsWith(node.data)) node.appendData(text.slice(node.data.length));
   else node.data = text;
 }

@@ -379,7 +379,7 @@ def test_prompts_that_lack_the_same_blocks_fetch_them_once(two_workers: Factory,
 
 
 def test_a_prompt_does_not_wait_for_blocks_that_a_read_never_lets_go(two_workers: Factory) -> None:
-    """Nor do those behind it: it is sent back, when nothing else can be expected any more."""
+    """It is sent back, when nothing else can be expected any more. Others are computed meanwhile."""
 
     async def scenario() -> None:
         async with two_workers(CONFIG) as workers:

@@ -150,7 +150,8 @@ class BodyHelper:
 
     async def _start(self) -> None:
         pipe, path = asyncio.subprocess.PIPE, os.pathsep.join(filter(None, sys.path))
-        environment = os.environ | {"PYTHONPATH": path}
+        # Pydantic panics where it gets no memory. To print where from takes memory, too, and it hangs in that.
+        environment = os.environ | {"PYTHONPATH": path, "RUST_BACKTRACE": "0"}
         self._process = await asyncio.create_subprocess_exec(*self._command, stdin=pipe, stdout=pipe, env=environment)
         assert self._process.stdout is not None
         async with asyncio.timeout(_START_S):

@@ -57,10 +57,11 @@ function changeOf(old, worker, reason) {
   if (!old && worker.state === "standby") return note(`${name} is new, and on standby`);
   if (!old) return worker.state === "ready" ? good(`${name} is new and ready`) : note(`${name} starts${lives(worker)}`);
   if (old.epoch !== worker.epoch) {
-    const next = `epoch ${worker.epoch} ${worker.state === "ready" ? "is ready" : "starts"}`;
+    const next = `epoch ${worker.epoch} ${{ ready: "is ready", standby: "is on standby" }[worker.state] ?? "starts"}`;
     if (old.state === "draining") return note(`${name} was drained; ${next}`);
     return bad(`${name} ended: ${worker.last_error ?? "no reason is known"}; ${next}${lives(worker)}`);
   }
+  if (old.state !== worker.state && worker.state === "standby") return note(`${name} is on standby`); // it counts as decode's then
   if (old.role !== worker.role) return note(`${name} is ${roleInWords(worker.role)} now, and was ${roleInWords(old.role)}`);
   if (old.state !== worker.state) return stateChange(name, worker, reason);
   if (worker.state === "ready" && old.linked && !worker.linked) return bad(`${name}: the router lost its link to it`);
@@ -71,7 +72,6 @@ function changeOf(old, worker, reason) {
 function stateChange(name, worker, reason) {
   if (worker.state === "ready") return good(`${name} is ready, epoch ${worker.epoch}`);
   if (worker.state === "draining") return note(`${name} drains${reason}`);
-  if (worker.state === "standby") return note(`${name} is on standby${reason}`);
   return note(`${name} starts`);
 }
 

@@ -66,10 +66,11 @@ async function look() {
 }
 
 function show(poll) {
-  const pause = latest && away === null ? Math.round(poll.at - latest.at) : 0;
-  if (pause > LONGEST_PAUSE_S) events.add(poll.at, { kind: "note", text: `not looked for ${pause} s; what follows is of that time` });
   if (away !== null) events.add(poll.at, { kind: "good", text: `answers again, after ${Math.round(poll.at - away)} s` });
-  if (latest) for (const event of changesBetween(latest, poll)) events.add(poll.at, event);
+  const changes = latest ? changesBetween(latest, poll) : [];
+  const pause = changes.length && away === null ? Math.round(poll.at - latest.at) : 0;
+  if (pause > LONGEST_PAUSE_S) events.add(poll.at, { kind: "note", text: `not looked for ${pause} s; what follows is of that time` });
+  for (const event of changes) events.add(poll.at, event);
   [away, latest] = [null, poll];
   polls.add(poll);
   write(problem, "");
@@ -144,7 +145,10 @@ keyForm.addEventListener("submit", (event) => {
   useKey(String.fromCharCode(...new TextEncoder().encode(keyField.value)));
   keyField.value = "";
 });
-addEventListener("pagehide", () => (key = null)); // a browser may keep the page for who comes back to it
+addEventListener("pagehide", () => {
+  key = null; // a browser may keep the page for who comes back to it
+  keyField.value = "";
+});
 setInterval(showAge, PERIOD_MS);
 watch().catch((error) => {
   write(problem, `Something in this page broke: ${error}`);

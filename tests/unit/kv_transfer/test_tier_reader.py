@@ -98,9 +98,15 @@ def test_a_read_is_not_overdue_for_those_before_it() -> None:
 
     async def scenario() -> None:
         reader = TierReader(tiers, BLOCK_SIZE, lambda: 0.0, patience_s=0.5)
-        counts = await asyncio.gather(*(reader.read("disk", [b"key"] * 11, range(11)) for _ in range(3)))
-        assert counts == [11] * 3
+        counts = await asyncio.gather(*(reader.read("disk", [b"key"] * 15, range(15)) for _ in range(2)))
+        assert counts == [15] * 2, "the second one has ended after 0.6 s, and began after half of that"
         assert await reader.read("disk", [b"key"] * 40, range(40)) == 40
+        tiers.ends.clear()
+        began = time.monotonic()
+        with pytest.raises(Overdue):
+            await reader.read("disk", [b"key"] * 40, range(40))
+        assert time.monotonic() - began < 2.0, "twice the patience, however long such a read would take"
+        tiers.ends.set()
         reader.close()
 
     asyncio.run(scenario())
@@ -116,7 +122,7 @@ def test_what_a_read_has_taken_is_known_once_it_was_overdue() -> None:
         assert not reader.pays("disk")
         assert await overdue.value.reading == 40
         assert reader.pays("disk")
-        assert await reader.read("disk", [b"key"] * 40, range(40)) == 40
+        assert await reader.read("disk", [b"key"] * 15, range(15)) == 15, "longer than patience alone"
         reader.close()
 
     asyncio.run(scenario())

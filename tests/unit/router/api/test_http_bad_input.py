@@ -37,6 +37,7 @@ CASES: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (PLAIN, {"model": 7}, 400, "model", "got 7"),
     (PLAIN, {"modle": "x", "tempreature": 1}, 400, "modle", "unknown fields `modle`, `tempreature`"),
     (CHAT, {"frequency": 1}, 400, "frequency", "unknown field `frequency`"),
+    (PLAIN, {"structured_outputs": {"type": None}}, 400, "structured_outputs.type", "unknown field `structured_outputs.type`"),
     (PLAIN, {"prompt": ...}, 400, "prompt", "`prompt` is missing"),
     (PLAIN, {"prompt": ""}, 400, "prompt", "must be a non-empty string"),
     (PLAIN, {"prompt": []}, 400, "prompt", "must be a non-empty string"),

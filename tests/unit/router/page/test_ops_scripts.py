@@ -104,6 +104,16 @@ def test_nothing_happens_while_nothing_changes() -> None:
         (worker("decode-0"), worker("decode-0", state="standby"), ("note", "decode-0 is on standby")),
         (unheard("decode-0"), worker("decode-0", state="standby"), ("note", "decode-0 is on standby")),
         (
+            worker("decode-0", role="prefill"),
+            worker("decode-0", role="decode", state="standby"),
+            ("note", "decode-0 is on standby"),
+        ),
+        (
+            worker("decode-0"),
+            worker("decode-0", epoch=2, state="standby", last_error="killed by signal 9"),
+            ("bad", "decode-0 ended: killed by signal 9; epoch 2 is on standby"),
+        ),
+        (
             worker("decode-0"),
             unheard("decode-0", epoch=2, last_error="killed by signal 9"),
             ("bad", "decode-0 ended: killed by signal 9; epoch 2 starts"),
