@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 
 _MOST_AT_ONCE = 4
 """Fetches of one worker. More would only share its link."""
+_SHARE_BESIDE = 0.5
+"""Share of the free blocks that a fetch may take while prompts wait for their turn, which may need blocks sooner."""
 _LEFT_ALONE_S = 5.0
 """A peer from which nothing came is not asked again for so long, where that was found out late."""
 
@@ -54,10 +56,11 @@ class _Coming:
 
 class Fetching:
     """What one worker brings into its pool from others, before it computes a prompt. `computed_s` says in how many seconds so
-    many more tokens would be computed, those that are queued before them among it; 0 if that is not known.
+    many more tokens would be computed, those that are queued before them among it; 0 if that is not known. `num_queued` says
+    how many prompts are.
     """
 
-    def __init__(self, core: WorkerCore, computed_s: Callable[[int], float]) -> None:
+    def __init__(self, core: WorkerCore, computed_s: Callable[[int], float], num_queued: Callable[[], int]) -> None:
         rank, lease_s = core.rank, core.config.limits.lease_s
         self._me = core.me
         self._cache = core.cache
@@ -65,6 +68,7 @@ class Fetching:
         self._block_size = core.block_size
         self._lease_s = lease_s
         self._computed_s = computed_s
+        self._num_queued = num_queued
         self._reader = None if core.tiers is None else core.tiers.reader
         self._spawn = core.spawn
         self._on_change = core.changed
@@ -143,7 +147,8 @@ class Fetching:
             began, held = time.monotonic(), self._cache.match(keys)  # meanwhile some may have been evicted, or computed
             if not has_turn or end <= held or not self._is_wanted(job, coming) or not self._may_take(source):
                 return
-            pin = self._cache.pin("fetched", end, keys[:held], began + 2 * self._lease_s)
+            most = _SHARE_BESIDE if self._num_queued() else 1.0
+            pin = self._cache.pin("fetched", end, keys[:held], began + 2 * self._lease_s, most=most)
             if pin is None:
                 return
             blocks = held

@@ -62,7 +62,7 @@ class PrefillWorker:
         self._draining = False
         on_given_back = None if core.tiers is None else core.tiers.note
         self._jobs = Jobs(self._scheduler, self._send, core.spawn, core.changed, on_given_back)
-        self._fetching = Fetching(core, lambda num_tokens: (self._scheduler.queued_tokens + num_tokens) * self.token_s)
+        self._fetching = Fetching(core, self._computed_s, lambda: self._scheduler.num_waiting)
         core.add(self)
 
     def handlers(self) -> dict[type[Any], Handler]:
@@ -77,6 +77,10 @@ class PrefillWorker:
     def token_s(self) -> float:
         """Seconds that computing a token of a prompt took; 0 if that is not known."""
         return self._seconds / self._tokens if self._tokens else 0.0
+
+    def _computed_s(self, num_tokens: int) -> float:
+        """Seconds until so many more tokens would be computed; 0 if that is not known."""
+        return (self._scheduler.queued_tokens + num_tokens) * self.token_s
 
     @property
     def held_blocks(self) -> int:

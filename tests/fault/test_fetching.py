@@ -131,6 +131,26 @@ def test_of_what_is_too_much_for_a_loan_a_part_is_lent(two_workers: Factory, ref
     run(scenario())
 
 
+def test_a_fetch_leaves_blocks_to_prompts_that_wait(two_workers: Factory, reference: Reference) -> None:
+    """It would take 20 of the prefill worker's 32."""
+
+    async def scenario() -> None:
+        async with two_workers(CONFIG) as workers:
+            router = await workers.router()
+            prompt = prompt_of(165)
+            await only_decode_holds(workers, router, prompt)
+            fetch = FetchFrom(workers.decode.me, 160)
+            for waiting, brought in ((1, 0), (0, 160)):
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(workers.prefill._fetching, "_num_queued", lambda waiting=waiting: waiting)
+                    prefilled, tokens = await ask(workers, router, prompt, fetch)
+                assert tokens == reference(prompt, 8)
+                assert prefilled.brought.num_tokens == brought
+                await only_decode_holds(workers, router, prompt)
+
+    run(scenario())
+
+
 def test_a_part_that_is_there_is_not_fetched(two_workers: Factory, reference: Reference) -> None:
     async def scenario() -> None:
         async with two_workers(CONFIG) as workers:
