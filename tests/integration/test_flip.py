@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.integration.test_drain import counted, finished, run_all, variants
+from tests.integration.test_drain import counted, finished, run_all, tokens_for, variants
 from tests.integration.test_paced_serving import ask, expected
 
 pytestmark = pytest.mark.slow
@@ -50,10 +50,11 @@ def prompt_seconds(cluster: Any, worker_id: str) -> float:
 
 def test_a_decode_worker_with_eight_streams_flips(two_and_two: Any) -> None:
     cluster = two_and_two
-    answers = run_all(variants(cluster, 8, 400))
+    max_tokens = tokens_for(cluster, 15)
+    answers = run_all(variants(cluster, 8, max_tokens))
     cluster.until(cluster.clean, 20)
     moved, resumed = counted(cluster, "migrations_total"), counted(cluster, "resumed_streams_total")
-    streams = variants(cluster, 8, 400)
+    streams = variants(cluster, 8, max_tokens)
     for stream in streams:
         stream.start()
     cluster.until(lambda: all(len(stream.times) > 10 for stream in streams), 60)
