@@ -64,6 +64,7 @@ def test_scaling_while_requests_run_lets_streams_finish(cluster: Any) -> None:
     streams = [threading.Thread(target=lambda: answers.append(ask(cluster, 150))) for _ in range(6)]
     assert cluster.scale(prefill=2, decode=2).status_code == 200
     cluster.until(lambda: cluster.settled(2, 2), 60)
+    there = {worker["worker_id"] for worker in cluster.workers()}
     for stream in streams:
         stream.start()
     cluster.until(lambda: all(w["running"] + w["waiting"] > 0 for w in cluster.workers() if w["role"] == "decode"), 20)
@@ -72,7 +73,9 @@ def test_scaling_while_requests_run_lets_streams_finish(cluster: Any) -> None:
         stream.join(60)
     assert answers == [expected] * 6
     cluster.until(lambda: cluster.settled(1, 1), 20)
-    assert "worker-2 is gone" in cluster.said()
+    gone = there - {worker["worker_id"] for worker in cluster.workers()}
+    assert len(gone) == 2
+    assert all(f"{worker_id} is gone" in cluster.said() for worker_id in gone)
 
 
 @pytest.mark.parametrize(
