@@ -25,7 +25,7 @@ from dataclasses import replace
 
 from cluster.nodes.leaving import Leaving
 from cluster.pools.actions import Action, TakeRole
-from cluster.pools.members import PoolRecord, WorkerIds
+from cluster.pools.members import NO_WORKERS, PoolRecord, WorkerIds
 from cluster.pools.pool import Pool
 from cluster.pools.revisions import ONE_REVISION, Numbers, RevisionsRecord, numbers_of
 from cluster.ray.placement import pool_of
@@ -58,7 +58,7 @@ class Pools:
         """The current revision, and the latest that there ever was."""
         self._ids = WorkerIds(epochs)
         self._pools = {role: self._pool(role, (records or {}).get(role), self.revision) for role in Role}
-        self._standby = Pool(Role.DECODE, self._ids, standby or PoolRecord(), least=0, revision=self.revision)
+        self._standby = Pool(Role.DECODE, self._ids, standby or NO_WORKERS, least=0, revision=self.revision)
         self._new: dict[Role, Pool] = {}
         """Of the new revision, while there is one."""
         if self.new_config is not None:
@@ -421,7 +421,7 @@ class Pools:
 
     def _pool(self, role: Role, record: PoolRecord | None, revision: int) -> Pool:
         least = self._config.autoscale.least(role.value)
-        return Pool(role, self._ids, record or PoolRecord(), least=least, revision=revision)
+        return Pool(role, self._ids, record or NO_WORKERS, least=least, revision=revision)
 
     def _serving(self) -> tuple[Pool, ...]:
         """Those whose workers have a role, of both revisions."""

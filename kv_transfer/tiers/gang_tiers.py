@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from kv_transfer.remote_lanes import Ask, Handler
 from kv_transfer.tiers.node_tiers import NodeTiers
-from protocol.cache.shares import TierDone, TierLook, TierLooked, TierOpen, TierRead, TierWrite
+from protocol.cache.shares import TierBlock, TierDone, TierLook, TierLooked, TierOpen, TierRead, TierWrite
 from protocol.errors import KvTransferError, TandemError
 from protocol.messages.load import TierReport
 
@@ -72,10 +72,9 @@ class GangTiers:
         """Number of leading keys whose blocks lie in this tier, as far as is known."""
         return self._own.match(name, keys)
 
-    def put(self, blocks: Sequence[tuple[bytes, str, int]]) -> None:
-        """Write blocks, which nobody writes meanwhile, into each tier that does not have them: key, salt, place in the pool."""
-        keys, salts, places = zip(*blocks, strict=True)
-        asked = self._ask(lambda call_id: TierWrite(call_id, keys, salts, places), TierDone)
+    def put(self, blocks: Sequence[TierBlock]) -> None:
+        """Write blocks, which nobody writes meanwhile, into each tier that does not have them."""
+        asked = self._ask(lambda call_id: TierWrite(call_id, tuple(blocks)), TierDone)
         try:
             self._own.put(blocks)
         finally:
@@ -164,8 +163,7 @@ class TierHost:
         return TierDone(message.call_id, count)
 
     async def _write(self, message: TierWrite) -> TierDone:
-        blocks = list(zip(message.keys, message.salts, message.blocks, strict=True))
-        await self._to_writing(self._opened.put, blocks)
+        await self._to_writing(self._opened.put, message.blocks)
         return TierDone(message.call_id, 0)
 
     async def _look(self, message: TierLook) -> TierLooked:

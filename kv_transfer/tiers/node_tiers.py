@@ -29,6 +29,7 @@ from kv_transfer.tiers.occupied import Occupied, memory_folder, remove_left
 from kv_transfer.tiers.pool_blocks import pool_blocks
 from kv_transfer.tiers.store import BlockStore
 from protocol.cache.keys import tenant_of
+from protocol.cache.shares import TierBlock
 from protocol.errors import ConfigError, TandemError
 from protocol.messages.load import DISK, MEMORY, TierReport
 from protocol.messages.workers import KvLayout
@@ -70,8 +71,8 @@ class Tiers(Protocol):
     def match(self, name: str, keys: Sequence[bytes]) -> int:
         """Number of leading keys whose blocks lie in this tier, as far as is known."""
 
-    def put(self, blocks: Sequence[tuple[bytes, str, int]]) -> None:
-        """Write blocks, which nobody writes meanwhile, into each tier that does not have them: key, salt, place in the pool."""
+    def put(self, blocks: Sequence[TierBlock]) -> None:
+        """Write blocks, which nobody writes meanwhile, into each tier that does not have them."""
 
     def get(self, name: str, keys: Sequence[bytes], blocks: Sequence[int]) -> int:
         """Read blocks of the caller's own from a tier, one for each key. Returns how many of the first ones were had."""
@@ -129,12 +130,12 @@ class NodeTiers:
             count = min(count, store.match(self._shares(keys, rank)))
         return count
 
-    def put(self, blocks: Sequence[tuple[bytes, str, int]]) -> None:
-        """Write blocks, which nobody writes meanwhile, into each tier that does not have them: key, salt, place in the pool."""
-        own = self._shares([key for key, _, _ in blocks], self._rank)
+    def put(self, blocks: Sequence[TierBlock]) -> None:
+        """Write blocks, which nobody writes meanwhile, into each tier that does not have them."""
+        own = self._shares([each.key for each in blocks], self._rank)
         for tier in self._tiers.values():
             tier.store.put(
-                (key, tenant_of(salt), self._going.outgoing(block)) for key, (_, salt, block) in zip(own, blocks, strict=True)
+                (key, tenant_of(each.salt), self._going.outgoing(each.place)) for key, each in zip(own, blocks, strict=True)
             )
 
     def get(self, name: str, keys: Sequence[bytes], blocks: Sequence[int]) -> int:

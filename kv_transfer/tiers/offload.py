@@ -19,6 +19,7 @@ from contextlib import suppress
 
 from kv_transfer.pinning import PinningCache
 from kv_transfer.tiers.node_tiers import Tiers
+from protocol.cache.shares import TierBlock
 from protocol.errors import UnavailableError
 
 _MOST_WAITING = 65_536
@@ -124,7 +125,7 @@ class Offload:
         if pin is None:
             self._waiting = OrderedDict(batch) | self._waiting  # prompts need the pool now
             return False
-        placed = [(key, salt, block) for (key, salt), block in zip(batch, pin.table, strict=True)]
+        placed = [TierBlock(key, salt, place) for (key, salt), place in zip(batch, pin.table, strict=True)]
         writing = loop.run_in_executor(self._thread, self._tiers.put, placed)
         try:
             await asyncio.shield(writing)

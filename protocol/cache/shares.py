@@ -35,16 +35,24 @@ class TierRead:
     blocks: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class TierBlock:
+    """A block of the pool that is to be written to tiers."""
+
+    key: bytes
+    salt: str
+    """What keeps the cached prefixes of different tenants apart."""
+    place: int
+    """Number of the block in the pool."""
+
+
 @message(82)
 @dataclass(frozen=True)
 class TierWrite:
     """Write blocks of the pool, which nobody writes meanwhile, into each tier. Nothing is counted."""
 
     call_id: int
-    keys: tuple[bytes, ...]
-    salts: tuple[str, ...]
-    """The salt of each block: what keeps the cached prefixes of different tenants apart."""
-    blocks: tuple[int, ...]
+    blocks: tuple[TierBlock, ...]
 
 
 @message(83)
