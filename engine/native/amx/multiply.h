@@ -12,7 +12,8 @@
 constexpr i64 kColumns = 64;  // columns of a packed matrix
 constexpr i64 kTile = 16;     // rows of a tile, and pairs of inputs
 
-// C[rows, 64] (+)= A[rows, 2 pairs] B, where B is packed as [pairs][64][2] and `pairs` is a multiple of 16.
+// C[rows, 64] (+)= A[rows, 2 pairs] B, where B is packed as [pairs][64][2] and `pairs` is a multiple of 16. Then calls `meanwhile`
+// for each pair.
 //
 // One for each thread that computes. At its end the tiles are given back, so that the system need not keep them for it.
 class Multiplier {
@@ -25,9 +26,11 @@ class Multiplier {
     if (upper_) asm volatile("tilerelease");
   }
 
-  void operator()(const bf16* a, i64 lda, i64 rows, const bf16* b, i64 pairs, float* c, i64 ldc, bool add) {
+  template <typename Meanwhile = Nothing>
+  void operator()(const bf16* a, i64 lda, i64 rows, const bf16* b, i64 pairs, float* c, i64 ldc, bool add, const Meanwhile& meanwhile = {}) {
     for (i64 column = 0; column < kColumns; column += 2 * kTile)
       columns<2>(a, lda, rows, b + 2 * column, 2 * kColumns, pairs, c + column, ldc, add);
+    for (i64 p = 0; p < pairs; ++p) meanwhile();
   }
 
   static constexpr i64 kFewQueries = 4;

@@ -26,7 +26,7 @@ class Scorer {
 
   // Write the scores of one head's rows, [group, kChunk], for the first `count` tokens at `offsets`, a multiple of 32, of which
   // `left` exist. Brings as much near meanwhile.
-  void operator()(Multiplier& multiply, i64 head, const bf16* keys, const i64* offsets, i64 left, i64 count, float* scores, Ahead<bf16>& ahead) {
+  void operator()(Multiplier& multiply, i64 head, const bf16* keys, const i64* offsets, i64 left, i64 count, float* scores, bf16*, Ahead& ahead) {
     multiply.few(std::min(group_, kTile));
     alignas(64) float results[kChunk / kTile][kTile * kFour];
     alignas(64) bf16 gathered[2][kTile * kSize];
@@ -35,7 +35,7 @@ class Scorer {
       for (i64 t = 0; t < count; t += 2 * kTile) {
         const auto one = keys_of(keys, offsets + t, left - t, gathered[0]), other = keys_of(keys, offsets + t + kTile, left - t - kTile, gathered[1]);
         Multiplier::few_queries<kSize>(one, other, queries, results[t / kTile]);
-        if (four == 0) ahead.bring(kTile * kSize / kLine);
+        if (four == 0) ahead.bring<kSize>();
       }
       for (i64 t = 0; t < count; t += kTile) turn(results[t / kTile], std::min(group_ - four * kFour, kFour), scores + four * kFour * kChunk + t);
     }

@@ -83,24 +83,30 @@ struct Rows {
   void look(Multiplier& multiply, i64 first, i64 last, const Packed& chunk, i64 count, i64 window, float scale, const Visible& visible) {
     for (i64 t = 0; t < count; t += kColumns)
       multiply(&queries[first * kSize], kSize, last - first, chunk.keys + t * kSize, kSize / 2, &scores[first * kChunk + t], kChunk, false);
-    weigh(multiply, first, last, chunk, count, window, scale, visible);
+    weigh(first, last, count, window, scale, visible);
+    add(multiply, first, last, 0, count, chunk.values, chunk.stride);
   }
 
-  // The same where the scores are there already.
+  // Scores become weights, and what the rows have found so far becomes relative to the largest so far.
   template <typename Visible>
-  void weigh(Multiplier& multiply, i64 first, i64 last, const Packed& chunk, i64 count, i64 window, float scale, const Visible& visible) {
+  void weigh(i64 first, i64 last, i64 count, i64 window, float scale, const Visible& visible) {
     Seen seen[kVector];
     for (i64 r = first; r < last; r += kVector) {
       const i64 rows = std::min(last - r, kVector);
       for (i64 i = 0; i < rows; ++i) seen[i] = {visible(r + i) - window, visible(r + i)};
       weigh_few(r, rows, count, seen, scale);
     }
-    for (i64 h = 0; h < kSize; h += kColumns)
-      multiply(&weights[first * kChunk], kChunk, last - first, chunk.values + h / kColumns * chunk.stride, count / 2,
-               &sums[first * kSize + h], kSize, true);
   }
 
-  // Scores of up to 16 rows become weights, and what these rows have found so far becomes relative to the largest so far.
+  // Add `count` of a chunk's values, packed, those of token `begin` first, times their weights.
+  template <typename Meanwhile = Nothing>
+  void add(Multiplier& multiply, i64 first, i64 last, i64 begin, i64 count, const bf16* values, i64 stride, const Meanwhile& meanwhile = {}) {
+    for (i64 h = 0; h < kSize; h += kColumns)
+      multiply(&weights[first * kChunk + begin], kChunk, last - first, values + h / kColumns * stride, count / 2, &sums[first * kSize + h],
+               kSize, true, meanwhile);
+  }
+
+  // The scores of up to 16 rows.
   void weigh_few(i64 first, i64 rows, i64 count, const Seen* seen, float scale) {
     alignas(64) float tops[kVector], shrinks[kVector];
     for (i64 r = 0; r < rows; ++r)
@@ -148,27 +154,34 @@ void decode_sequence(Multiplier& multiply, const bf16* q, const Context<bf16>& c
   static thread_local Rows<kSize> rows;
   static thread_local Scorer<kSize> scorer;
   static thread_local Room<bf16> buffer;
-  const i64 group = heads.group(), count_rows = (last - first) * group, own = first * group * kSize;
+  const i64 group = heads.group(), width = (last - first) * kSize, count_rows = (last - first) * group, own = first * group * kSize;
+  const auto row = [&](i64 head) { return (head - first) * group; };
   scorer.begin(q + own, last - first, group);
   rows.begin(count_rows);
-  bf16* values = buffer.of(kChunk * kSize);
+  const i64 near = std::clamp<i64>(kNear / (width * sizeof(bf16)), kColumns, kChunk);  // 64 tokens of all heads are read together
+  bf16* packed = buffer.of(kColumns * kSize);
   i64 offsets[kChunk];
   for (i64 begin = first_chunk(length, window); begin < length; begin += kChunk) {
-    const i64 left = length - begin, count = chunk_tokens(left);
-    context.locate(begin, std::min(left, kChunk), offsets);
+    const i64 left = length - begin, count = chunk_tokens(left), here = std::min(left, kChunk);
     const bool is_last = left <= kChunk;
     const Context<bf16>& next = is_last ? after : context;
-    Ahead<bf16> ahead{next.keys + first * kSize, next.values + first * kSize, (last - first) * kSize};
-    ahead.tokens = std::min(is_last ? after_length : left - kChunk, kChunk);
-    next.locate(is_last ? 0 : begin + kChunk, ahead.tokens, ahead.offsets);
-    for (i64 head = first; head < last; ++head) {
-      const Context<bf16> here = context.of_head(head, kSize);
-      const i64 row = (head - first) * group;
-      for (i64 t = 0; t < count; t += kColumns)
-        pack_values<kSize, false>(here.values, offsets + t, left - t, std::min(count - t, kColumns), values + t * kColumns, kChunk * kColumns, ahead);
-      scorer(multiply, head - first, here.keys, offsets, left, count, &rows.scores[row * kChunk], ahead);
-      rows.weigh(multiply, row, row + group, {nullptr, values, kChunk * kColumns}, count, window, scale, [&](i64) { return left; });
-    }
+    const i64 next_begin = is_last ? 0 : begin + kChunk;
+    context.locate(begin, here, offsets);
+    Ahead ahead;  // in the order in which it is read
+    ahead.add(context, {context.keys + first * kSize}, begin + near, begin + here, width);
+    ahead.add(context, {context.values + first * kSize}, begin, begin + here, width);
+    ahead.add(next, {next.keys + first * kSize}, next_begin, next_begin + std::min(near, is_last ? after_length : left - kChunk), width);
+    for (i64 t = 0; t < count; t += kColumns)
+      for (i64 head = first; head < last; ++head)
+        scorer(multiply, head - first, context.of_head(head, kSize).keys, offsets + t, left - t, std::min(count - t, kColumns),
+               &rows.scores[row(head) * kChunk + t], packed, ahead);
+    rows.weigh(0, count_rows, count, window, scale, [&](i64) { return left; });
+    for (i64 t = 0; t < count; t += kColumns)
+      for (i64 head = first; head < last; ++head) {
+        const i64 tokens = std::min(count - t, kColumns);
+        pack_values<kSize, false>(context.of_head(head, kSize).values, offsets + t, left - t, tokens, packed, kColumns * kColumns, ahead);
+        rows.add(multiply, row(head), row(head) + group, t, tokens, packed, kColumns * kColumns, [&] { ahead.bring<kBeside>(); });
+      }
   }
   for (i64 r = 0; r < count_rows; ++r) rows.finish(r, out + own + r * kSize);
 }
@@ -225,7 +238,7 @@ void prefill(const bf16* qkv, const bf16* keys, const bf16* values, const i64* t
     const i64 count = std::min(length - begin, kColumns);
     i64 offsets[kColumns];
     context.locate(begin, count, offsets);
-    Ahead<bf16> nothing{};
+    Ahead nothing;
     const Context<bf16> here = context.of_head(head, kSize);
     pack_keys<kSize>(here.keys, offsets, count, packed_keys + at + begin * kSize, nothing);
     bf16* to = packed_values + at + begin * kColumns;

@@ -36,9 +36,8 @@ inline void store_scales(const bf16* scales, float* to) {
   for (i64 t = 0; t < kColumns; t += kVector) _mm512_storeu_ps(to + t, load(scales + t));
 }
 
-// Pack up to 64 tokens of one head that lie at `offsets`; nobody looks at those from `count` on. Brings as much near meanwhile, two lines for
-// each token and 64 of H: a lone head of 64 lies on two, for it is longer than one.
-void pack_block(const Context<byte>& context, i64 size, const i64* offsets, i64 count, const Packed& to, Ahead<byte>& ahead) {
+// Pack up to 64 tokens of one head that lie at `offsets`; nobody looks at those from `count` on. Brings as much near meanwhile.
+void pack_block(const Context<byte>& context, i64 size, const i64* offsets, i64 count, const Packed& to, Ahead& ahead) {
   alignas(64) static constexpr byte kNothing[128 + kScale] = {};
   alignas(64) bf16 key_scales[kColumns] = {}, value_scales[kColumns] = {};
   for (i64 t = 0, end = std::min(count, kColumns); t < end; ++t) {
@@ -54,7 +53,7 @@ void pack_block(const Context<byte>& context, i64 size, const i64* offsets, i64 
       for (int i = 0; i < 16; ++i) quads[i] = load_once(token(context.keys, t + i) + h);
       transpose(quads);
       for (int i = 0; i < 16; ++i) _mm512_storeu_si512(to.keys + ((h / 4 + i) * kColumns + t) * 4, quads[i]);
-      ahead.bring(12);
+      ahead.bring<12>();
     }
   // In each quarter of a register, 16 values of H: their bytes of four tokens come to lie side by side, four of H to a register.
   for (i64 t = 0; t < kColumns; t += 4)
@@ -68,7 +67,7 @@ void pack_block(const Context<byte>& context, i64 size, const i64* offsets, i64 
       _mm512_storeu_si512(at + 64, _mm512_unpackhi_epi16(a, c));
       _mm512_storeu_si512(at + 128, _mm512_unpacklo_epi16(b, d));
       _mm512_storeu_si512(at + 192, _mm512_unpackhi_epi16(b, d));
-      ahead.bring(6);
+      ahead.bring<6>();
     }
 }
 
@@ -204,9 +203,9 @@ void decode_sequence(const bf16* q, const Context<byte>& context, i64 length, i6
     context.locate(begin, std::min(left, kChunk), offsets);
     const bool is_last = left <= kChunk;
     const Context<byte>& next = is_last ? after : context;
-    Ahead<byte> ahead{next.keys + first * width, next.values + first * width, (last - first) * width};
-    ahead.tokens = std::min(is_last ? after_length : left - kChunk, kChunk);
-    next.locate(is_last ? 0 : begin + kChunk, ahead.tokens, ahead.offsets);
+    const i64 next_begin = is_last ? 0 : begin + kChunk, near = std::min(is_last ? after_length : left - kChunk, kChunk);
+    Ahead ahead;
+    ahead.add(next, {next.keys + first * width, next.values + first * width}, next_begin, next_begin + near, (last - first) * width);
     for (i64 head = first; head < last; ++head) {
       for (i64 t = 0; t < count; t += kColumns)
         pack_block(context.of_head(head, width), size, offsets + t, left - t, chunk.from(t, size), ahead);
@@ -275,7 +274,7 @@ void prefill_attention_int8(const bf16* qkv, const byte* keys, const byte* value
     const i64 head = unit / blocks, begin = hidden + unit % blocks * kColumns, count = std::min(length - begin, kColumns);
     i64 offsets[kColumns];
     context.locate(begin, count, offsets);
-    Ahead<byte> nothing{};
+    Ahead nothing;
     pack_block(context.of_head(head, size + kScale), size, offsets, count, packed(head).from(begin, size), nothing);
   }
   const i64 tiles = (tokens + kTileTokens - 1) / kTileTokens;

@@ -33,6 +33,11 @@ inline __m512bh repeat_pair(const bf16* p) {
   return (__m512bh)_mm512_set1_epi32(pair);
 }
 
+// What a product does besides, with each pair of inputs: nothing.
+struct Nothing {
+  void operator()() const {}
+};
+
 inline __mmask16 first_lanes(i64 n) {
   return static_cast<__mmask16>(_bzhi_u32(0xffff, static_cast<unsigned>(n < 0 ? 0 : n > kVector ? kVector : n)));
 }

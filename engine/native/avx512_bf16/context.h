@@ -3,8 +3,10 @@
 
 #include "common.h"
 #include <lines.h>
+#include <near.h>
 
 #include <algorithm>
+#include <initializer_list>
 #include <limits>
 
 namespace {
@@ -62,33 +64,66 @@ struct Context {
     return {keys + head * width, values + head * width, table, block_size, stride};
   }
 
+  i64 slot(i64 token) const { return table[token / block_size] * block_size + token % block_size; }
+
   // Where the `count` tokens from `begin` on lie.
   void locate(i64 begin, i64 count, i64* offsets) const {
     for (i64 t = 0; t < count;) {
-      const i64 within = (begin + t) % block_size, end = std::min(count, t + block_size - within);
-      const i64 first = (table[(begin + t) / block_size] * block_size + within - t) * stride;
-      for (; t < end; ++t) offsets[t] = first + t * stride;
+      const i64 first = slot(begin + t) - t, end = std::min(count, t + block_size - (begin + t) % block_size);
+      for (; t < end; ++t) offsets[t] = (first + t) * stride;
     }
   }
 };
 
-// Keys and values that are wanted soon. Blocks lie anywhere, so the processor can't guess where; and it takes only so many
-// requests at a time, so they are made between other work, in the order of the addresses, which it can guess from.
-template <typename T>
-struct Ahead {
-  static constexpr i64 kLine = 64 / sizeof(T);  // values of a line of the caches
-  const T *keys, *values;
-  i64 width;  // values of a token that are wanted, from here on
-  i64 tokens = 0, token = 0, at = 0;
-  i64 offsets[kChunk];
-
-  void bring(i64 lines) {
-    for (; lines > 0 && token < tokens; --lines) {
-      _mm_prefetch(reinterpret_cast<const char*>(keys + offsets[token] + at), _MM_HINT_T1);
-      _mm_prefetch(reinterpret_cast<const char*>(values + offsets[token] + at), _MM_HINT_T1);
-      at += kLine;
-      if (at >= width) at = 0, ++token;
+// What is read soon. Blocks lie anywhere, so the processor can't guess where; and it takes only so many requests at a time, so they
+// are made between other work, in the order in which the lines will be read.
+class Ahead {
+ public:
+  // Then tokens [begin, end) of a context: `width` values of each, from one of these on, and so on block by block.
+  template <typename T>
+  void add(const Context<T>& context, std::initializer_list<const T*> from, i64 begin, i64 end, i64 width) {
+    stride_ = context.stride * sizeof(T);
+    for (i64 t = begin; t < end;) {
+      const i64 slot = context.slot(t), rows = std::min(end - t, context.block_size - t % context.block_size);
+      const bool whole = width == context.stride;
+      for (const T* each : from)
+        pieces_[count_++] = {reinterpret_cast<const char*>(each + slot * context.stride), whole ? 1 : rows,
+                             (whole ? rows : 1) * width * i64(sizeof(T))};
+      t += rows;
     }
+    if (next_ == nullptr) begin_row();
+  }
+
+  // Ask for so many lines of the caches.
+  template <int kLines>
+  void bring() {
+    if (next_ == nullptr) return;
+    for (int line = 0; line < kLines; ++line) {
+      _mm_prefetch(next_, kNearHint);
+      next_ += kLine;
+      if (next_ >= end_) begin_row();
+    }
+  }
+
+ private:
+  static constexpr i64 kLine = 64;  // bytes
+  struct Piece {                    // of a block: rows of so many bytes
+    const char* at;
+    i64 rows, bytes;
+  };
+  Piece pieces_[3 * kChunk];
+  i64 count_ = 0, done_ = 0, stride_ = 0;
+  Piece rest_{};  // of the piece that is asked for: its further rows
+  const char *next_ = nullptr, *end_ = nullptr;
+
+  void begin_row() {
+    if (rest_.rows == 0) return begin_piece();
+    next_ = rest_.at - reinterpret_cast<uintptr_t>(rest_.at) % kLine, end_ = rest_.at + rest_.bytes;
+    rest_.at += stride_, --rest_.rows;
+  }
+  __attribute__((noinline)) void begin_piece() {
+    next_ = nullptr, end_ = nullptr;
+    if (done_ < count_) rest_ = pieces_[done_++], begin_row();
   }
 };
 
