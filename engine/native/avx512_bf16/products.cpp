@@ -7,8 +7,8 @@
 // record: 16 scales, 16 minimums, then 16-bit words of four nibbles. Words go [z][output][input of a pair]; nibble n
 // belongs to pair 4 z + n, and in eight bits nibbles 2 n and 2 n + 1 to pair 2 z + n.
 //
-// Up to kRows rows read the values as they are stored. For more, those of a group and up to 48 outputs become bfloat16 once for
-// up to kRowBlock rows, whose totals lie in memory meanwhile. Both do the same operations on the same values in the same order,
+// Up to kFewRows rows read the values as they are stored, kRows at a time. For more, those of a group and up to 48 outputs become
+// bfloat16 once for up to kRowBlock rows, whose totals lie in memory meanwhile. Both do the same operations on the same values in the same order,
 // so a row's bits do not tell which it was.
 
 #include "common.h"
@@ -23,6 +23,9 @@ constexpr i64 kGroup = 32, kOutputs = 16, kRows = 8;
 constexpr i64 kTileRows = 4, kTileBlocks = 3;  // rows, and blocks of 16 outputs: 24 sums, and 7 loads for 12 products
 constexpr i64 kRowBlock = 256;  // rows that share unpacked values: their totals, 48 KB, and their inputs stay in the second cache
 constexpr i64 kAhead = 4096;  // bytes that few rows ask for ahead: the processor by itself stops at every page
+
+template <bool kEightBits>
+constexpr i64 kFewRows = kEightBits ? 2 * kRows : 4 * kRows;
 
 template <bool kEightBits>
 constexpr i64 kRecordBytes = 4 * kOutputs + kOutputs * kGroup / (kEightBits ? 1 : 2);
@@ -89,9 +92,10 @@ struct Records {
 inline void put(bf16* p, __m512 v) { store(p, v); }
 inline void put(float* p, __m512 v) { _mm512_storeu_ps(p, v); }
 
-// T rows times 16 outputs. `sums` are the rows' sums of each group, for the minimums: [groups][T].
+// T rows times 16 outputs. `sums` are the rows' sums of each group, for the minimums: those of a group are `all_rows` apart from those
+// of the next one.
 template <int T, bool kEightBits, typename Out>
-void multiply_few(const bf16* x, i64 inputs, const float* sums, Records<kEightBits> weights, Out* y, i64 outputs) {
+void multiply_few(const bf16* x, i64 inputs, const float* sums, i64 all_rows, Records<kEightBits> weights, Out* y, i64 outputs) {
   const i64 groups = inputs / kGroup;
   __m512 total[T];
   for (int t = 0; t < T; ++t) total[t] = _mm512_setzero_ps();
@@ -105,25 +109,28 @@ void multiply_few(const bf16* x, i64 inputs, const float* sums, Records<kEightBi
     const __m512 scale = numbers(weights.record), minimum = numbers(weights.record + 2 * kOutputs);
     for (int t = 0; t < T; ++t) {
       total[t] = _mm512_fmadd_ps(scale, _mm512_add_ps(dot[t][0], dot[t][1]), total[t]);
-      total[t] = _mm512_fmadd_ps(minimum, _mm512_set1_ps(sums[g * T + t]), total[t]);
+      total[t] = _mm512_fmadd_ps(minimum, _mm512_set1_ps(sums[g * all_rows + t]), total[t]);
     }
   }
   for (int t = 0; t < T; ++t) put(y + t * outputs, total[t]);
 }
 
-// Up to kRows rows times 16 outputs.
+// Up to kFewRows rows times 16 outputs, whose records stay near meanwhile.
 template <bool kEightBits, typename Out>
 void multiply_block(const bf16* x, i64 rows, i64 inputs, const float* sums, const uint8_t* records, Out* y, i64 outputs) {
   const Records<kEightBits> weights{records, kAhead};
+  const i64 all_rows = rows;
+  for (; rows > kRows; rows -= kRows, x += kRows * inputs, sums += kRows, y += kRows * outputs)
+    multiply_few<kRows>(x, inputs, sums, all_rows, weights, y, outputs);
   switch (rows) {
-    case 1: multiply_few<1>(x, inputs, sums, weights, y, outputs); break;
-    case 2: multiply_few<2>(x, inputs, sums, weights, y, outputs); break;
-    case 3: multiply_few<3>(x, inputs, sums, weights, y, outputs); break;
-    case 4: multiply_few<4>(x, inputs, sums, weights, y, outputs); break;
-    case 5: multiply_few<5>(x, inputs, sums, weights, y, outputs); break;
-    case 6: multiply_few<6>(x, inputs, sums, weights, y, outputs); break;
-    case 7: multiply_few<7>(x, inputs, sums, weights, y, outputs); break;
-    case 8: multiply_few<8>(x, inputs, sums, weights, y, outputs); break;
+    case 1: multiply_few<1>(x, inputs, sums, all_rows, weights, y, outputs); break;
+    case 2: multiply_few<2>(x, inputs, sums, all_rows, weights, y, outputs); break;
+    case 3: multiply_few<3>(x, inputs, sums, all_rows, weights, y, outputs); break;
+    case 4: multiply_few<4>(x, inputs, sums, all_rows, weights, y, outputs); break;
+    case 5: multiply_few<5>(x, inputs, sums, all_rows, weights, y, outputs); break;
+    case 6: multiply_few<6>(x, inputs, sums, all_rows, weights, y, outputs); break;
+    case 7: multiply_few<7>(x, inputs, sums, all_rows, weights, y, outputs); break;
+    case 8: multiply_few<8>(x, inputs, sums, all_rows, weights, y, outputs); break;
   }
 }
 
@@ -230,7 +237,7 @@ void multiply_all(const bf16* x, const uint8_t* records, Out* y, i64 rows, i64 i
   buffer.resize(rows * groups);
   float* sums = buffer.data();
   sum_groups(x, rows, groups, sums);
-  if (rows <= kRows) {
+  if (rows <= kFewRows<kEightBits>) {
 #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (i64 block = 0; block < blocks; ++block)
       multiply_block<kEightBits>(x, rows, inputs, sums, records + block * bytes, y + block * kOutputs, outputs);
