@@ -24,11 +24,11 @@ class Scorer {
         }
   }
 
-  // Write the scores of one head's rows, [group, kChunk], for the first `count` tokens at `offsets`, a multiple of 32, of which
-  // `left` exist. Brings as much near meanwhile.
+  // Write the scores of one head's rows, [group, kChunk], for the first `count` tokens at `offsets`, 32 or 64, of which `left`
+  // exist. Brings as much near meanwhile.
   void operator()(Multiplier& multiply, i64 head, const bf16* keys, const i64* offsets, i64 left, i64 count, float* scores, bf16*, Ahead& ahead) {
     multiply.few(std::min(group_, kTile));
-    alignas(64) float results[kChunk / kTile][kTile * kFour];
+    alignas(64) float results[kColumns / kTile][kTile * kFour];
     alignas(64) bf16 gathered[2][kTile * kSize];
     for (i64 four = 0; four < fours_; ++four) {
       const bf16* queries = tiles_ + (head * fours_ + four) * kSize * kFour;

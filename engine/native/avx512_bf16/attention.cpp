@@ -70,11 +70,24 @@ struct Rows {
   Lines<float> scores, sums, largest, totals;
 
   void begin(i64 count) {
+    queries.resize(count * kSize);
     weights.resize(count * kChunk);
     scores.resize(count * kChunk);
     sums.assign(count * kSize, 0.0f);
     largest.assign(count, kMinusInfinity);
     totals.assign(count, 0.0f);
+  }
+
+  // Rows from `first` on are those of a key/value head: the query heads of one token after the other.
+  void take(i64 first, const bf16* qkv, i64 tokens, i64 head, const Heads& heads) {
+    for (i64 r = 0, group = heads.group(); r < tokens * group; ++r)
+      std::memcpy(&queries[(first + r) * kSize], qkv + r / group * heads.row() + (head * group + r % group) * kSize, kSize * sizeof(bf16));
+  }
+
+  // Write the attention of these rows.
+  void put(i64 first, bf16* out, i64 tokens, i64 head, const Heads& heads) const {
+    for (i64 r = 0, group = heads.group(); r < tokens * group; ++r)
+      finish(first + r, out + r / group * heads.query * kSize + (head * group + r % group) * kSize);
   }
 
   // Let rows [first, last) look at the chunk's first `count` tokens, a multiple of 32, of which row r may see visible(r), but for
@@ -98,15 +111,7 @@ struct Rows {
     }
   }
 
-  // Add `count` of a chunk's values, packed, those of token `begin` first, times their weights.
-  template <typename Meanwhile = Nothing>
-  void add(Multiplier& multiply, i64 first, i64 last, i64 begin, i64 count, const bf16* values, i64 stride, const Meanwhile& meanwhile = {}) {
-    for (i64 h = 0; h < kSize; h += kColumns)
-      multiply(&weights[first * kChunk + begin], kChunk, last - first, values + h / kColumns * stride, count / 2, &sums[first * kSize + h],
-               kSize, true, meanwhile);
-  }
-
-  // The scores of up to 16 rows.
+  // The same for up to 16 rows.
   void weigh_few(i64 first, i64 rows, i64 count, const Seen* seen, float scale) {
     alignas(64) float tops[kVector], shrinks[kVector];
     for (i64 r = 0; r < rows; ++r)
@@ -130,6 +135,14 @@ struct Rows {
     }
   }
 
+  // Add `count` of a chunk's values, packed, those of token `begin` first, times their weights.
+  template <typename Meanwhile = Nothing>
+  void add(Multiplier& multiply, i64 first, i64 last, i64 begin, i64 count, const bf16* values, i64 stride, const Meanwhile& meanwhile = {}) {
+    for (i64 h = 0; h < kSize; h += kColumns)
+      multiply(&weights[first * kChunk + begin], kChunk, last - first, values + h / kColumns * stride, count / 2, &sums[first * kSize + h],
+               kSize, true, meanwhile);
+  }
+
   // Write a row's attention, in the order of H: pack_values has put every second four of each 32 into a register.
   void finish(i64 row, bf16* out) const {
     const __m512 inverse = _mm512_set1_ps(1.0f / totals[row]);
@@ -146,44 +159,46 @@ struct Rows {
 // The tokens of a chunk that is packed, if the context ends after `left` tokens.
 inline i64 chunk_tokens(i64 left) { return std::min(kChunk, (left + kLine - 1) / kLine * kLine); }
 
-// One sequence, key/value heads [first, last). `q` and `out` are rows of all query heads. `after` is the context that is likely
-// to be wanted next.
+// The last `tokens` tokens of a sequence, whose values are numbers if there are several, and key/value heads [first, last). `qkv` and
+// `out` are the rows of these tokens. `after` is the context that is likely to be wanted next.
 template <i64 kSize>
-void decode_sequence(Multiplier& multiply, const bf16* q, const Context<bf16>& context, i64 length, i64 window, const Heads& heads,
-                     i64 first, i64 last, float scale, bf16* out, const Context<bf16>& after, i64 after_length) {
+void attend_few(Multiplier& multiply, const bf16* qkv, i64 tokens, const Context<bf16>& context, i64 length, i64 window, const Heads& heads,
+                i64 first, i64 last, float scale, bf16* out, const Context<bf16>& after, i64 after_length) {
   static thread_local Rows<kSize> rows;
   static thread_local Scorer<kSize> scorer;
   static thread_local Room<bf16> buffer;
-  const i64 group = heads.group(), width = (last - first) * kSize, count_rows = (last - first) * group, own = first * group * kSize;
-  const auto row = [&](i64 head) { return (head - first) * group; };
-  scorer.begin(q + own, last - first, group);
+  const i64 group = heads.group(), each = tokens * group, width = (last - first) * kSize, count_rows = (last - first) * each;
+  const auto row = [&](i64 head) { return (head - first) * each; };
   rows.begin(count_rows);
-  const i64 near = std::clamp<i64>(kNear / (width * sizeof(bf16)), kColumns, kChunk);  // 64 tokens of all heads are read together
+  for (i64 head = first; head < last; ++head) rows.take(row(head), qkv, tokens, head, heads);
+  scorer.begin(rows.queries.data(), last - first, each);
+  const i64 near = std::clamp<i64>(kNearBytes / (width * sizeof(bf16)), kColumns, kChunk);  // tokens
   bf16* packed = buffer.of(kColumns * kSize);
   i64 offsets[kChunk];
-  for (i64 begin = first_chunk(length, window); begin < length; begin += kChunk) {
+  for (i64 begin = first_chunk(length - tokens + 1, window); begin < length; begin += kChunk) {
     const i64 left = length - begin, count = chunk_tokens(left), here = std::min(left, kChunk);
     const bool is_last = left <= kChunk;
     const Context<bf16>& next = is_last ? after : context;
-    const i64 next_begin = is_last ? 0 : begin + kChunk;
-    context.locate(begin, here, offsets);
+    const i64 next_begin = is_last ? 0 : begin + kChunk, next_end = std::min(next_begin + kChunk, is_last ? after_length : length);
+    Ahead::find(next, {next.keys + first * kSize, next.values + first * kSize}, next_begin, next_end);
+    context.locate(begin, begin + here, offsets);
     Ahead ahead;  // in the order in which it is read
     ahead.add(context, {context.keys + first * kSize}, begin + near, begin + here, width);
     ahead.add(context, {context.values + first * kSize}, begin, begin + here, width);
-    ahead.add(next, {next.keys + first * kSize}, next_begin, next_begin + std::min(near, is_last ? after_length : left - kChunk), width);
+    ahead.add(next, {next.keys + first * kSize}, next_begin, std::min(next_begin + near, next_end), width);
     for (i64 t = 0; t < count; t += kColumns)
       for (i64 head = first; head < last; ++head)
         scorer(multiply, head - first, context.of_head(head, kSize).keys, offsets + t, left - t, std::min(count - t, kColumns),
                &rows.scores[row(head) * kChunk + t], packed, ahead);
-    rows.weigh(0, count_rows, count, window, scale, [&](i64) { return left; });
+    rows.weigh(0, count_rows, count, window, scale, [&](i64 r) { return left - tokens + 1 + r % each / group; });
     for (i64 t = 0; t < count; t += kColumns)
       for (i64 head = first; head < last; ++head) {
         const i64 tokens = std::min(count - t, kColumns);
         pack_values<kSize, false>(context.of_head(head, kSize).values, offsets + t, left - t, tokens, packed, kColumns * kColumns, ahead);
-        rows.add(multiply, row(head), row(head) + group, t, tokens, packed, kColumns * kColumns, [&] { ahead.bring<kBeside>(); });
+        rows.add(multiply, row(head), row(head + 1), t, tokens, packed, kColumns * kColumns, [&] { ahead.bring<kBeside>(); });
       }
   }
-  for (i64 r = 0; r < count_rows; ++r) rows.finish(r, out + own + r * kSize);
+  for (i64 head = first; head < last; ++head) rows.put(row(head), out, tokens, head, heads);
 }
 
 // Tokens [begin, end) of the new ones, all query heads of one key/value head, whose whole context is packed.
@@ -193,16 +208,13 @@ void prefill_tile(Multiplier& multiply, const bf16* qkv, i64 begin, i64 end, i64
   static thread_local Rows<kSize> rows;
   const i64 group = heads.group(), count_rows = (end - begin) * group, length = start + end;
   rows.begin(count_rows);
-  rows.queries.resize(count_rows * kSize);
-  for (i64 r = 0; r < count_rows; ++r)
-    std::memcpy(&rows.queries[r * kSize], qkv + (begin + r / group) * heads.row() + (head * group + r % group) * kSize, kSize * sizeof(bf16));
+  rows.take(0, qkv + begin * heads.row(), end - begin, head, heads);
   for (i64 first = first_chunk(start + begin + 1, window); first < length; first += kChunk) {
     const Packed chunk{context.keys + first * kSize, context.values + first * kColumns, context.stride};
     const auto visible = [&](i64 r) { return start + begin + r / group + 1 - first; };
     rows.look(multiply, 0, count_rows, chunk, chunk_tokens(length - first), window, scale, visible);
   }
-  for (i64 r = 0; r < count_rows; ++r)
-    rows.finish(r, out + (begin + r / group) * heads.query * kSize + (head * group + r % group) * kSize);
+  rows.put(0, out + begin * heads.query * kSize, end - begin, head, heads);
 }
 
 template <i64 kSize>
@@ -216,17 +228,41 @@ void decode(const bf16* qkv, const bf16* keys, const bf16* values, const i64* ta
     for (i64 unit = 0; unit < sequences * parts; ++unit) {
       const i64 b = unit / parts, first = unit % parts * heads_each, after = std::min(b + threads, sequences - 1);
       const auto context = [&](i64 b) { return Context<bf16>{keys, values, tables + b * table_width, block_size, heads.key_value * kSize}; };
-      decode_sequence<kSize>(multiply, qkv + b * heads.row(), context(b), lengths[b], window, heads, first, first + heads_each, scale,
-                             out + b * heads.query * kSize, context(after),
-                             after > b && parts == 1 && lengths[after] <= window ? lengths[after] : 0);
+      attend_few<kSize>(multiply, qkv + b * heads.row(), 1, context(b), lengths[b], window, heads, first, first + heads_each, scale,
+                        out + b * heads.query * kSize, context(after),
+                        after > b && parts == 1 && lengths[after] <= window ? lengths[after] : 0);
     }
   }
+}
+
+// Whether all values of tokens [begin, end) are numbers: a row multiplies values that it must not see by zero, and zero times
+// infinity is none.
+inline bool are_numbers(const Context<bf16>& context, i64 begin, i64 end) {
+  const __m512i exponent = _mm512_set1_epi16(0x7f80);
+  __mmask32 others = 0;
+  context.blocks(begin, end, [&](i64 first, i64 tokens) {
+    for (i64 i = 0; i < tokens * context.stride; i += kLine) {
+      const __m512i line = _mm512_loadu_si512(context.values + first + i);
+      others |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(line, exponent), exponent);
+    }
+  });
+  return !others;
 }
 
 template <i64 kSize>
 void prefill(const bf16* qkv, const bf16* keys, const bf16* values, const i64* table, bf16* out, i64 start, i64 tokens, const Heads& heads,
              i64 block_size, i64 window, float scale, i64 threads) {
   const Context<bf16> context{keys, values, table, block_size, heads.key_value * kSize};
+  if (tokens * heads.group() <= kFewRows && are_numbers(context, start, start + tokens)) {
+    const i64 parts = threads > 1 ? heads.key_value : 1, heads_each = heads.key_value / parts;
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (i64 part = 0; part < parts; ++part) {
+      Multiplier multiply;
+      attend_few<kSize>(multiply, qkv, tokens, context, start + tokens, window, heads, part * heads_each, (part + 1) * heads_each, scale, out,
+                        context, 0);
+    }
+    return;
+  }
   const i64 length = start + tokens, padded = (length + kColumns - 1) / kColumns * kColumns;
   const i64 hidden = first_chunk(start + 1, window), blocks = (padded - hidden) / kColumns;
   static thread_local Room<bf16> buffer;
@@ -237,7 +273,7 @@ void prefill(const bf16* qkv, const bf16* keys, const bf16* values, const i64* t
     const i64 head = unit / blocks, at = head * padded * kSize, begin = hidden + unit % blocks * kColumns;
     const i64 count = std::min(length - begin, kColumns);
     i64 offsets[kColumns];
-    context.locate(begin, count, offsets);
+    context.locate(begin, begin + count, offsets);
     Ahead nothing;
     const Context<bf16> here = context.of_head(head, kSize);
     pack_keys<kSize>(here.keys, offsets, count, packed_keys + at + begin * kSize, nothing);
@@ -245,12 +281,11 @@ void prefill(const bf16* qkv, const bf16* keys, const bf16* values, const i64* t
     const bool whole = pack_values<kSize, true>(here.values, offsets, count, kColumns, to, padded * kColumns, nothing);
     numbers = numbers && whole;
   }
-  // A tile multiplies values that a row must not see yet by zero, and zero times infinity is no number.
   if (!numbers) {
     Multiplier multiply;
     for (i64 t = 0; t < tokens; ++t)
-      decode_sequence<kSize>(multiply, qkv + t * heads.row(), context, start + t + 1, window, heads, 0, heads.key_value, scale,
-                             out + t * heads.query * kSize, context, 0);
+      attend_few<kSize>(multiply, qkv + t * heads.row(), 1, context, start + t + 1, window, heads, 0, heads.key_value, scale,
+                        out + t * heads.query * kSize, context, 0);
     return;
   }
   const i64 tiles = (tokens + kTileTokens - 1) / kTileTokens;

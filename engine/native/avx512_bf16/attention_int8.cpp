@@ -133,11 +133,21 @@ struct Rows {
     totals.assign(count, 0.0f);
   }
 
-  // Products with it are multiplied by `scale`, too.
-  void set_query(i64 row, const bf16* query, i64 size, float scale) {
-    int8_t* planes = &queries[2 * row * size];
-    whole_queries[row] = as_planes(query, size, planes, planes + size);
-    whole_queries[row].scale *= scale;
+  // Rows from `first` on are those of a key/value head: the query heads of one token after the other. Products with them are
+  // multiplied by `scale`, too.
+  void take(i64 first, const bf16* qkv, i64 tokens, i64 head, const Heads& heads, float scale) {
+    for (i64 r = 0, group = heads.group(), size = heads.size; r < tokens * group; ++r) {
+      int8_t* planes = &queries[2 * (first + r) * size];
+      WholeRow& query = whole_queries[first + r];
+      query = as_planes(qkv + r / group * heads.row() + (head * group + r % group) * size, size, planes, planes + size);
+      query.scale *= scale;
+    }
+  }
+
+  // Write the attention of these rows.
+  void put(i64 first, bf16* out, i64 tokens, i64 head, const Heads& heads) const {
+    for (i64 r = 0, group = heads.group(), size = heads.size; r < tokens * group; ++r)
+      finish(first + r, size, out + r / group * heads.query * size + (head * group + r % group) * size);
   }
 
   // Let rows [first, last) look at the chunk's first `count` tokens, a multiple of 64, of which row r may see visible(r), but for
@@ -185,35 +195,35 @@ struct Rows {
 // The tokens of a chunk that is packed, if the context ends after `left` tokens.
 inline i64 chunk_tokens(i64 left) { return std::min(kChunk, (left + kColumns - 1) / kColumns * kColumns); }
 
-// One sequence, key/value heads [first, last). `q` and `out` are rows of all query heads. `after` is the context that is likely
-// to be wanted next.
-void decode_sequence(const bf16* q, const Context<byte>& context, i64 length, i64 window, const Heads& heads, i64 first, i64 last,
-                     float scale, bf16* out, const Context<byte>& after, i64 after_length) {
+// The last `tokens` tokens of a sequence, key/value heads [first, last). `qkv` and `out` are the rows of these tokens. `after` is the
+// context that is likely to be wanted next.
+void attend_few(const bf16* qkv, i64 tokens, const Context<byte>& context, i64 length, i64 window, const Heads& heads, i64 first, i64 last,
+                float scale, bf16* out, const Context<byte>& after, i64 after_length) {
   static thread_local Rows rows;
   static thread_local Room<byte> buffer;
   alignas(64) float scales[2 * kChunk];
-  const i64 group = heads.group(), size = heads.size, width = size + kScale, count_rows = (last - first) * group;
+  const i64 group = heads.group(), size = heads.size, width = size + kScale, each = tokens * group, count_rows = (last - first) * each;
   rows.begin(count_rows, size);
-  for (i64 r = 0; r < count_rows; ++r) rows.set_query(r, q + (first * group + r) * size, size, scale);
+  for (i64 head = first; head < last; ++head) rows.take((head - first) * each, qkv, tokens, head, heads, scale);
   byte* const bytes = buffer.of(2 * kChunk * size);
   const Packed chunk{bytes, bytes + kChunk * size, kChunk * kColumns, scales, scales + kChunk};
   i64 offsets[kChunk];
-  for (i64 begin = first_chunk(length, window); begin < length; begin += kChunk) {
+  for (i64 begin = first_chunk(length - tokens + 1, window); begin < length; begin += kChunk) {
     const i64 left = length - begin, count = chunk_tokens(left);
-    context.locate(begin, std::min(left, kChunk), offsets);
+    context.locate(begin, begin + std::min(left, kChunk), offsets);
     const bool is_last = left <= kChunk;
     const Context<byte>& next = is_last ? after : context;
-    const i64 next_begin = is_last ? 0 : begin + kChunk, near = std::min(is_last ? after_length : left - kChunk, kChunk);
+    const i64 next_begin = is_last ? 0 : begin + kChunk, next_end = std::min(next_begin + kChunk, is_last ? after_length : length);
     Ahead ahead;
-    ahead.add(next, {next.keys + first * width, next.values + first * width}, next_begin, next_begin + near, (last - first) * width);
+    ahead.add(next, {next.keys + first * width, next.values + first * width}, next_begin, next_end, (last - first) * width);
     for (i64 head = first; head < last; ++head) {
       for (i64 t = 0; t < count; t += kColumns)
         pack_block(context.of_head(head, width), size, offsets + t, left - t, chunk.from(t, size), ahead);
-      const i64 row = (head - first) * group;
-      rows.look(row, row + group, size, chunk, count, window, [&](i64) { return left; });
+      const i64 row = (head - first) * each;
+      rows.look(row, row + each, size, chunk, count, window, [&](i64 r) { return left - tokens + 1 + (r - row) / group; });
     }
   }
-  for (i64 r = 0; r < count_rows; ++r) rows.finish(r, size, out + (first * group + r) * size);
+  for (i64 head = first; head < last; ++head) rows.put((head - first) * each, out, tokens, head, heads);
 }
 
 // Tokens [begin, end) of the new ones, all query heads of one key/value head, whose whole context is packed.
@@ -222,14 +232,12 @@ void prefill_tile(const bf16* qkv, i64 begin, i64 end, i64 start, i64 window, i6
   static thread_local Rows rows;
   const i64 group = heads.group(), size = heads.size, count_rows = (end - begin) * group, length = start + end;
   rows.begin(count_rows, size);
-  for (i64 r = 0; r < count_rows; ++r)
-    rows.set_query(r, qkv + (begin + r / group) * heads.row() + (head * group + r % group) * size, size, scale);
+  rows.take(0, qkv + begin * heads.row(), end - begin, head, heads, scale);
   for (i64 first = first_chunk(start + begin + 1, window); first < length; first += kChunk) {
     const auto visible = [&](i64 r) { return start + begin + r / group + 1 - first; };
     rows.look(0, count_rows, size, context.from(first, size), chunk_tokens(length - first), window, visible);
   }
-  for (i64 r = 0; r < count_rows; ++r)
-    rows.finish(r, size, out + (begin + r / group) * heads.query * size + (head * group + r % group) * size);
+  rows.put(0, out + begin * heads.query * size, end - begin, head, heads);
 }
 
 }  // namespace
@@ -247,8 +255,8 @@ void decode_attention_int8(const bf16* qkv, const byte* keys, const byte* values
   for (i64 unit = 0; unit < sequences * parts; ++unit) {
     const i64 b = unit / parts, first = unit % parts * heads_each, after = std::min(b + threads, sequences - 1);
     const auto context = [&](i64 b) { return Context<byte>{keys, values, tables + b * table_width, block_size, stride}; };
-    decode_sequence(qkv + b * heads.row(), context(b), lengths[b], window, heads, first, first + heads_each, scale * kLog2E,
-                    out + b * num_heads * size, context(after), after > b && parts == 1 && lengths[after] <= window ? lengths[after] : 0);
+    attend_few(qkv + b * heads.row(), 1, context(b), lengths[b], window, heads, first, first + heads_each, scale * kLog2E,
+               out + b * num_heads * size, context(after), after > b && parts == 1 && lengths[after] <= window ? lengths[after] : 0);
   }
 }
 
@@ -258,6 +266,14 @@ void prefill_attention_int8(const bf16* qkv, const byte* keys, const byte* value
                            i64 threads) {
   const Heads heads{num_heads, num_kv_heads, size};
   const Context<byte> context{keys, values, table, block_size, num_kv_heads * (size + kScale)};
+  if (tokens * heads.group() <= kFewRows) {
+    const i64 parts = threads > 1 ? num_kv_heads : 1, heads_each = num_kv_heads / parts;
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (i64 part = 0; part < parts; ++part)
+      attend_few(qkv, tokens, context, start + tokens, window, heads, part * heads_each, (part + 1) * heads_each, scale * kLog2E, out,
+                 context, 0);
+    return;
+  }
   const i64 length = start + tokens, padded = (length + kColumns - 1) / kColumns * kColumns;
   const i64 hidden = first_chunk(start + 1, window), blocks = (padded - hidden) / kColumns;
   static thread_local Room<byte> buffer;
@@ -273,7 +289,7 @@ void prefill_attention_int8(const bf16* qkv, const byte* keys, const byte* value
   for (i64 unit = 0; unit < num_kv_heads * blocks; ++unit) {
     const i64 head = unit / blocks, begin = hidden + unit % blocks * kColumns, count = std::min(length - begin, kColumns);
     i64 offsets[kColumns];
-    context.locate(begin, count, offsets);
+    context.locate(begin, begin + count, offsets);
     Ahead nothing;
     pack_block(context.of_head(head, size + kScale), size, offsets, count, packed(head).from(begin, size), nothing);
   }

@@ -14,6 +14,7 @@ namespace {
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 constexpr i64 kChunk = 128;      // tokens of context whose scores are held at once
 constexpr i64 kTileTokens = 16;  // tokens of a prompt that go through the context together
+constexpr i64 kFewRows = 16;     // rows that look at a context as it is read; for more it is packed first
 
 // The first chunk of which a token sees something that sees the last `window` of the first `length` tokens.
 inline i64 first_chunk(i64 length, i64 window) { return std::max<i64>(0, length - window) / kChunk * kChunk; }
@@ -64,14 +65,21 @@ struct Context {
     return {keys + head * width, values + head * width, table, block_size, stride};
   }
 
-  i64 slot(i64 token) const { return table[token / block_size] * block_size + token % block_size; }
-
-  // Where the `count` tokens from `begin` on lie.
-  void locate(i64 begin, i64 count, i64* offsets) const {
-    for (i64 t = 0; t < count;) {
-      const i64 first = slot(begin + t) - t, end = std::min(count, t + block_size - (begin + t) % block_size);
-      for (; t < end; ++t) offsets[t] = (first + t) * stride;
+  // Call `use` for the tokens [begin, end) of each block, with where the first one lies and how many they are.
+  template <typename Use>
+  void blocks(i64 begin, i64 end, const Use& use) const {
+    for (i64 t = begin; t < end;) {
+      const i64 within = t % block_size, tokens = std::min(end - t, block_size - within);
+      use((table[t / block_size] * block_size + within) * stride, tokens);
+      t += tokens;
     }
+  }
+
+  // Where tokens [begin, end) lie.
+  void locate(i64 begin, i64 end, i64* offsets) const {
+    blocks(begin, end, [&](i64 first, i64 tokens) {
+      for (i64 t = 0; t < tokens; ++t) *offsets++ = first + t * stride;
+    });
   }
 };
 
@@ -79,19 +87,28 @@ struct Context {
 // are made between other work, in the order in which the lines will be read.
 class Ahead {
  public:
-  // Then tokens [begin, end) of a context: `width` values of each, from one of these on, and so on block by block.
+  // Adds tokens [begin, end) of a context: block by block, `width` values of each token from each of these pointers on.
   template <typename T>
   void add(const Context<T>& context, std::initializer_list<const T*> from, i64 begin, i64 end, i64 width) {
-    stride_ = context.stride * sizeof(T);
-    for (i64 t = begin; t < end;) {
-      const i64 slot = context.slot(t), rows = std::min(end - t, context.block_size - t % context.block_size);
-      const bool whole = width == context.stride;
-      for (const T* each : from)
-        pieces_[count_++] = {reinterpret_cast<const char*>(each + slot * context.stride), whole ? 1 : rows,
-                             (whole ? rows : 1) * width * i64(sizeof(T))};
-      t += rows;
-    }
+    const i64 stride = context.stride * sizeof(T), bytes = width * sizeof(T);
+    context.blocks(begin, end, [&](i64 first, i64 tokens) {
+      for (const T* each : from) {
+        const char* at = reinterpret_cast<const char*>(each + first);
+        pieces_[count_++] = bytes == stride ? Piece{at, tokens * bytes, 1, 0} : Piece{at, bytes, tokens, stride};
+      }
+    });
     if (next_ == nullptr) begin_row();
+  }
+
+  // Have the processor look up the pages of these tokens: looking up takes longer than bringing near, and would hold it up.
+  template <typename T>
+  static void find(const Context<T>& context, std::initializer_list<const T*> from, i64 begin, i64 end) {
+    context.blocks(begin, end, [&](i64 first, i64 tokens) {
+      for (const T* each : from) {
+        const char *at = reinterpret_cast<const char*>(each + first), *end = at + tokens * context.stride * sizeof(T);
+        for (; at < end; at += kPage - reinterpret_cast<uintptr_t>(at) % kPage) _mm_prefetch(at, kNearHint);
+      }
+    });
   }
 
   // Ask for so many lines of the caches.
@@ -101,29 +118,33 @@ class Ahead {
     for (int line = 0; line < kLines; ++line) {
       _mm_prefetch(next_, kNearHint);
       next_ += kLine;
-      if (next_ >= end_) begin_row();
+      if (next_ >= end_ && !begin_row()) return;
     }
   }
 
  private:
-  static constexpr i64 kLine = 64;  // bytes
-  struct Piece {                    // of a block: rows of so many bytes
+  static constexpr i64 kLine = 64, kPage = 4096;  // bytes
+  struct Piece {  // of a block: rows of so many bytes
     const char* at;
-    i64 rows, bytes;
+    i64 bytes, rows, stride;
   };
-  Piece pieces_[3 * kChunk];
-  i64 count_ = 0, done_ = 0, stride_ = 0;
-  Piece rest_{};  // of the piece that is asked for: its further rows
-  const char *next_ = nullptr, *end_ = nullptr;
+  Piece pieces_[2 * kChunk];
+  i64 count_ = 0, done_ = 0;
+  Piece rest_{};                                 // further rows of the piece that is asked for
+  const char *next_ = nullptr, *end_ = nullptr;  // of its row
 
-  void begin_row() {
+  // Returns whether there is one.
+  bool begin_row() {
     if (rest_.rows == 0) return begin_piece();
     next_ = rest_.at - reinterpret_cast<uintptr_t>(rest_.at) % kLine, end_ = rest_.at + rest_.bytes;
-    rest_.at += stride_, --rest_.rows;
+    rest_.at += rest_.stride, --rest_.rows;
+    return true;
   }
-  __attribute__((noinline)) void begin_piece() {
-    next_ = nullptr, end_ = nullptr;
-    if (done_ < count_) rest_ = pieces_[done_++], begin_row();
+  __attribute__((noinline)) bool begin_piece() {
+    next_ = nullptr;
+    if (done_ == count_) return false;
+    rest_ = pieces_[done_++];
+    return begin_row();
   }
 };
 

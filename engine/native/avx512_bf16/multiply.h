@@ -5,19 +5,23 @@
 
 constexpr i64 kColumns = 64;  // columns of a packed matrix
 
-// C[rows, 64] (+)= A[rows, 2 pairs] B, where B is packed as [pairs][64][2]. Calls `meanwhile` with each pair.
+// C[rows, 64] (+)= A[rows, 2 pairs] B, where B is packed as [pairs][64][2]. Calls `meanwhile` once for each pair.
 class Multiplier {
  public:
   template <typename Meanwhile = Nothing>
   void operator()(const bf16* a, i64 lda, i64 rows, const bf16* b, i64 pairs, float* c, i64 ldc, bool add,
                   const Meanwhile& meanwhile = {}) const {
-    for (; rows >= 6; rows -= 6, a += 6 * lda, c += 6 * ldc) multiply<6>(a, lda, b, pairs, c, ldc, add, meanwhile);
     switch (rows) {
+      default:
+        multiply<6>(a, lda, b, pairs, c, ldc, add, meanwhile);
+        return (*this)(a + 6 * lda, lda, rows - 6, b, pairs, c + 6 * ldc, ldc, add);
+      case 6: multiply<6>(a, lda, b, pairs, c, ldc, add, meanwhile); break;
       case 5: multiply<5>(a, lda, b, pairs, c, ldc, add, meanwhile); break;
       case 4: multiply<4>(a, lda, b, pairs, c, ldc, add, meanwhile); break;
       case 3: multiply<3>(a, lda, b, pairs, c, ldc, add, meanwhile); break;
       case 2: multiply<2>(a, lda, b, pairs, c, ldc, add, meanwhile); break;
       case 1: multiply<1>(a, lda, b, pairs, c, ldc, add, meanwhile); break;
+      case 0: break;
     }
   }
 

@@ -3,5 +3,5 @@
 
 #include <immintrin.h>
 
-constexpr int64_t kNear = 24 << 10;          // bytes of keys of the next chunk that are asked for during the one before
-constexpr _mm_hint kNearHint = _MM_HINT_T0;  // the first cache
+constexpr int64_t kNearBytes = 24 << 10;     // from where a key is asked for to where keys are read, but 64 to 128 tokens
+constexpr _mm_hint kNearHint = _MM_HINT_T0;  // into the first cache

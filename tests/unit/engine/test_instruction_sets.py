@@ -212,7 +212,8 @@ def test_a_token_attends_alike_in_a_prompt_and_alone(
     qkv_TA = torch.randn(tokens, (heads + 2 * kv_heads) * size).to(forced.dtype)
     whole, cut, singles = (torch.empty(tokens, heads, size, dtype=forced.dtype) for _ in range(3))
     forced.library(1).prefill_attention(qkv_TA, pool_2SKH, table, 0, block_size, whole, window)
-    for begin, end in ((0, 1), (1, 70), (70, 199), (199, tokens)):
+    few = ((1, 3), (3, 70), (70, 126), (126, 131), (131, 134), (134, 199))  # some over the end of a chunk of the context
+    for begin, end in ((0, 1), *few, (199, tokens)):
         rows = slice(begin, end)
         forced.library(2).prefill_attention(qkv_TA[rows], pool_2SKH, table, begin, block_size, cut[rows], window)
     lengths, tables = torch.arange(1, tokens + 1), table.repeat(tokens, 1)
@@ -266,6 +267,10 @@ def test_a_token_does_not_see_what_comes_after_it(forced: Variant, bad: float, k
     forced.library(2).prefill_attention(qkv_TA, pool_of(numbers_2SKH, kv_cache_dtype), table, 0, 16, again)
     assert torch.equal(again[:100], whole[:100])
     assert again[100:].isnan().any()
+    few = torch.empty(5, 9, 64, dtype=forced.dtype)
+    forced.library(2).prefill_attention(qkv_TA[97:102], pool_of(numbers_2SKH, kv_cache_dtype), table, 97, 16, few)
+    assert torch.equal(few[:3], whole[97:100])
+    assert few[3:].isnan().any()
 
 
 @pytest.mark.parametrize("forced", HERE, indirect=True, ids=named)
