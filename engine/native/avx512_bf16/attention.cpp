@@ -193,9 +193,9 @@ void attend_few(Multiplier& multiply, const bf16* qkv, i64 tokens, const Context
     rows.weigh(0, count_rows, count, window, scale, [&](i64 r) { return left - tokens + 1 + r % each / group; });
     for (i64 t = 0; t < count; t += kColumns)
       for (i64 head = first; head < last; ++head) {
-        const i64 tokens = std::min(count - t, kColumns);
-        pack_values<kSize, false>(context.of_head(head, kSize).values, offsets + t, left - t, tokens, packed, kColumns * kColumns, ahead);
-        rows.add(multiply, row(head), row(head + 1), t, tokens, packed, kColumns * kColumns, [&] { ahead.bring<kBeside>(); });
+        const i64 some = std::min(count - t, kColumns);
+        pack_values<kSize, false>(context.of_head(head, kSize).values, offsets + t, left - t, some, packed, kColumns * kColumns, ahead);
+        rows.add(multiply, row(head), row(head + 1), t, some, packed, kColumns * kColumns, [&] { ahead.bring<kBeside>(); });
       }
   }
   for (i64 head = first; head < last; ++head) rows.put(row(head), out, tokens, head, heads);
