@@ -129,7 +129,17 @@ class ForwardBatch:
     @property
     def only_decodes(self) -> bool:
         """Whether each row is a single token of a sequence, and is sampled from."""
-        return self.num_longer == 0 and len(self.sampled_chunks) == len(self.token_ids_T)
+        return self.num_longer == 0 and self.all_sampled
+
+    @property
+    def all_sampled(self) -> bool:
+        """Whether each row is sampled from: it is the newest token of an answer, or one of its draft."""
+        return len(self.sampled_chunks) == len(self.token_ids_T)
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the longest chunk."""
+        return int((self.ends_C - self.starts_C).max())
 
     @cached_property
     def positions_T(self) -> _Ints:

@@ -31,14 +31,23 @@ OUTPUT_MULTIPLE = 16
 NO_WINDOW = 1 << 62
 """Tokens that a token sees where there is no sliding window: more than there are."""
 
+_FEW_ROWS = 16
+"""Rows of a key/value head that look at a context as it is read: `kFewRows` of avx512_bf16/context.h."""
+
+
+def few_tokens(group: int) -> int:
+    """Return how many tokens of a sequence `NativeLibrary.decode_attention` takes; a key/value head has `group` query heads."""
+    return max(1, _FEW_ROWS // group)
+
+
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 SIGNATURES = {
     "add_rms_norm": (*[_POINTER] * 4, _INT, _INT, _FLOAT, _INT),
     "rotate_and_store": (*[_POINTER] * 6, *[_INT] * 5),
-    "decode_attention": (*[_POINTER] * 4, _INT, *[_POINTER] * 2, *[_INT] * 6, _FLOAT, _INT),
+    "decode_attention": (*[_POINTER] * 4, _INT, *[_POINTER] * 3, *[_INT] * 6, _FLOAT, _INT),
     "prefill_attention": (*[_POINTER] * 5, *[_INT] * 7, _FLOAT, _INT),
     "rotate_and_store_int8": (*[_POINTER] * 6, *[_INT] * 5),
-    "decode_attention_int8": (*[_POINTER] * 4, _INT, *[_POINTER] * 2, *[_INT] * 6, _FLOAT, _INT),
+    "decode_attention_int8": (*[_POINTER] * 4, _INT, *[_POINTER] * 3, *[_INT] * 6, _FLOAT, _INT),
     "prefill_attention_int8": (*[_POINTER] * 5, *[_INT] * 7, _FLOAT, _INT),
     "swiglu": (*[_POINTER] * 2, *[_INT] * 3),
     "quantized_linear": (*[_POINTER] * 3, *[_INT] * 5),
@@ -161,35 +170,40 @@ class NativeLibrary:
 
     def decode_attention(
         self,
-        qkv_BA: Tensor,
+        qkv_TA: Tensor,
         kv_2SKH: Tensor,
         tables_BW: Tensor,
         lengths_B: Tensor,
+        ends_B: Tensor,
         block_size: int,
-        out_BNH: Tensor,
+        out_TNH: Tensor,
         window: int = 0,
     ) -> None:
-        """Attention of one row per sequence to the first `lengths_B` tokens of its blocks. Tables, lengths: int64.
+        """Causal attention of the last few tokens of sequences, up to `few_tokens` of each, in blocks of their own.
 
-        With a `window` it sees no more than that many of them, the last ones.
+        A sequence has `lengths_B` tokens in its blocks. Its rows end before row `ends_B`, where those of the next one begin;
+        one without rows is left out. Tables, lengths, ends: int64. With a `window` a token sees no more than that many, itself
+        and those before it.
         """
-        sequences, num_heads, size = out_BNH.shape
+        rows, num_heads, size = out_TNH.shape
+        sequences = len(lengths_B)
         kv_heads = kv_2SKH.shape[2]
-        _check(self.dtype, qkv_BA, out_BNH)
-        assert qkv_BA.shape == (sequences, (num_heads + 2 * kv_heads) * size)
-        assert tables_BW.shape[0] == lengths_B.shape[0] == sequences
+        _check(self.dtype, qkv_TA, out_TNH)
+        assert qkv_TA.shape == (rows, (num_heads + 2 * kv_heads) * size)
+        assert len(tables_BW) == len(ends_B) == sequences
         assert tables_BW.is_contiguous()
-        assert tables_BW.dtype == lengths_B.dtype == torch.int64
+        assert tables_BW.dtype == lengths_B.dtype == ends_B.dtype == torch.int64
         attend, keys, values = self._reader("decode_attention", kv_2SKH, size)
         self.calls.make(
             attend,
-            qkv_BA.data_ptr(),
+            qkv_TA.data_ptr(),
             keys,
             values,
             tables_BW.data_ptr(),
             tables_BW.shape[1],
             lengths_B.data_ptr(),
-            out_BNH.data_ptr(),
+            ends_B.data_ptr(),
+            out_TNH.data_ptr(),
             sequences,
             num_heads,
             kv_heads,

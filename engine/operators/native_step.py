@@ -29,8 +29,10 @@ class NativeStep:
         self._cos_TF, self._sin_TF = self._rotation(batch)
         self._slots_T = torch.from_numpy(batch.slots_T)
         self._tables_CW = torch.from_numpy(batch.tables_CW)
-        self._single_tables_BW = self._tables_CW[batch.num_longer :]
-        self._single_lengths_B = torch.from_numpy(batch.ends_C)[batch.num_longer :]
+        # Sequences with few rows: single tokens, and in `refill` those with drafts.
+        self._few_tables_BW = self._tables_CW[batch.num_longer :]
+        self._few_lengths_B = torch.from_numpy(batch.ends_C)[batch.num_longer :]
+        self._few_ends_B = torch.arange(1, len(self._few_lengths_B) + 1)
         self._longer_rows = [batch.rows(chunk) for chunk in range(batch.num_longer)]
         tokens = len(batch.token_ids_T)
         self._normed_TD = torch.empty((tokens, facts.hidden_size), dtype=library.dtype)
@@ -39,15 +41,22 @@ class NativeStep:
         self._num_longer_rows = self._longer_rows[-1].stop if self._longer_rows else 0
 
     def refill(self, batch: ForwardBatch) -> None:
-        """Go on with another batch, in the same memory. Both are of so many single tokens; its tables may be narrower."""
+        """Go on with another batch of so many rows, a few for a sequence, in the same memory; its tables may be narrower.
+
+        This step's own batch was of single tokens.
+        """
         assert len(batch.token_ids_T) == len(self.token_ids_T)
-        assert batch.num_longer == self._batch.num_longer == 0
+        assert self._batch.num_longer == 0
+        sequences = len(batch.ends_C)
         for own, new in zip((self._cos_TF, self._sin_TF), self._rotation(batch), strict=True):
             own.copy_(new)
         self.token_ids_T.copy_(torch.from_numpy(batch.token_ids_T))
         self._slots_T.copy_(torch.from_numpy(batch.slots_T))
-        self._tables_CW[:, : batch.tables_CW.shape[1]] = torch.from_numpy(batch.tables_CW)
-        self._single_lengths_B.copy_(torch.from_numpy(batch.ends_C))
+        self._tables_CW[:sequences, : batch.tables_CW.shape[1]] = torch.from_numpy(batch.tables_CW)
+        self._few_lengths_B[:sequences] = torch.from_numpy(batch.ends_C)
+        self._few_lengths_B[sequences:] = 0
+        self._few_ends_B[:sequences] = torch.from_numpy(batch.row_ends_C)
+        self._few_ends_B[sequences:] = len(batch.token_ids_T)
 
     def _rotation(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         """Cosines and sines. In float64, since libraries round differently on different processors: what is then rounded to
@@ -75,12 +84,13 @@ class NativeStep:
             start = int(self._batch.starts_C[chunk])
             table_W, out = self._tables_CW[chunk], out_TNH[rows]
             self._library.prefill_attention(qkv_TA[rows], slots_2SKH, table_W, start, block_size, out, window)
-        if self._single_lengths_B.shape[0]:
+        if self._few_lengths_B.shape[0]:
             self._library.decode_attention(
                 qkv_TA[self._num_longer_rows :],
                 slots_2SKH,
-                self._single_tables_BW,
-                self._single_lengths_B,
+                self._few_tables_BW,
+                self._few_lengths_B,
+                self._few_ends_B,
                 block_size,
                 out_TNH[self._num_longer_rows :],
                 window,

@@ -1,10 +1,11 @@
 """A decoder on a processor, whose decode steps are recorded: a loop over calls where the Python of a whole model would be.
 
-    step of single tokens ──► the recording for so many: its memory is filled, its calls are made again
-                              none yet: the step is computed as any other one, and recorded
+    step of answers, with drafts or without ──► the recording for so many rows: its memory is filled, its calls are made again
+                                                none yet: the step is computed as one of single tokens would be, and recorded
     any other step ──► operator by operator
 
-What CUDA graphs are on a GPU (`engine.cuda_graphs`). Embedding, head and sampling are not part of a recording.
+A sequence has one row, and more with a draft: all are sampled from. Embedding, head and sampling are not part of a recording.
+What CUDA graphs are on a GPU (`engine.cuda_graphs`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from configs.facts import ModelFacts
 from engine.batch import ForwardBatch
 from engine.memory.kv_pool import KVPool, most_blocks
 from engine.models.decoder import Decoder, DecoderWeights
-from engine.native.library import NativeLibrary
+from engine.native.library import NativeLibrary, few_tokens
 from engine.native.matrix import DenseMatrix, NativeLinear, QuantizedMatrix
 from engine.native.recording import Recording
 from engine.operators import has_native_step, step_factory
@@ -53,13 +54,14 @@ class RecordedDecoder:
         self._pool = pool
         self._library = library
         self._decoder = Decoder(facts, weights, step_factory(facts, library), ALONE)
+        self._few_tokens = few_tokens(facts.num_heads // facts.num_kv_heads)
         self._steps: OrderedDict[int, _RecordedStep] = OrderedDict()
         """By their rows, the last used last."""
 
     def forward(self, batch: ForwardBatch, on_layer: Callable[[int], None] | None) -> Tensor | None:
         """Return the logits of the sampled rows, as `Decoder.forward` does."""
         rows = len(batch.token_ids_T)
-        if on_layer is not None or not batch.only_decodes or rows > MAX_ROWS:
+        if on_layer is not None or not batch.all_sampled or rows > MAX_ROWS or batch.most_tokens > self._few_tokens:
             return self._decoder.forward(batch, self._pool, on_layer)
         step = self._steps.pop(rows, None)
         if step is None:
@@ -67,7 +69,8 @@ class RecordedDecoder:
         self._steps[rows] = step
         if len(self._steps) > _KEPT:
             self._steps.popitem(last=False)
-        return self._decoder.logits(step.forward(self._decoder, batch))
+        normed_TD = step.forward(self._decoder, batch)
+        return self._decoder.logits(normed_TD if batch.only_decodes else normed_TD[batch.sample_rows_S])
 
 
 class _RecordedStep:

@@ -201,6 +201,20 @@ void attend_few(Multiplier& multiply, const bf16* qkv, i64 tokens, const Context
   for (i64 head = first; head < last; ++head) rows.put(row(head), out, tokens, head, heads);
 }
 
+// Whether all values of tokens [begin, end) are numbers: a row multiplies values that it must not see by zero, and zero times
+// infinity is none.
+inline bool are_numbers(const Context<bf16>& context, i64 begin, i64 end) {
+  const __m512i exponent = _mm512_set1_epi16(0x7f80);
+  __mmask32 others = 0;
+  context.blocks(begin, end, [&](i64 first, i64 tokens) {
+    for (i64 i = 0; i < tokens * context.stride; i += kLine) {
+      const __m512i line = _mm512_loadu_si512(context.values + first + i);
+      others |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(line, exponent), exponent);
+    }
+  });
+  return !others;
+}
+
 // Tokens [begin, end) of the new ones, all query heads of one key/value head, whose whole context is packed.
 template <i64 kSize>
 void prefill_tile(Multiplier& multiply, const bf16* qkv, i64 begin, i64 end, i64 start, i64 window, i64 head, const Heads& heads,
@@ -218,8 +232,8 @@ void prefill_tile(Multiplier& multiply, const bf16* qkv, i64 begin, i64 end, i64
 }
 
 template <i64 kSize>
-void decode(const bf16* qkv, const bf16* keys, const bf16* values, const i64* tables, i64 table_width, const i64* lengths, bf16* out,
-            i64 sequences, const Heads& heads, i64 block_size, i64 window, float scale, i64 threads) {
+void decode(const bf16* qkv, const bf16* keys, const bf16* values, const i64* tables, i64 table_width, const i64* lengths, const i64* ends,
+            bf16* out, i64 sequences, const Heads& heads, i64 block_size, i64 window, float scale, i64 threads) {
   const i64 parts = sequences >= threads ? 1 : heads.key_value, heads_each = heads.key_value / parts;
 #pragma omp parallel num_threads(threads) if (threads > 1 && sequences * parts > 1)
   {
@@ -228,25 +242,14 @@ void decode(const bf16* qkv, const bf16* keys, const bf16* values, const i64* ta
     for (i64 unit = 0; unit < sequences * parts; ++unit) {
       const i64 b = unit / parts, first = unit % parts * heads_each, after = std::min(b + threads, sequences - 1);
       const auto context = [&](i64 b) { return Context<bf16>{keys, values, tables + b * table_width, block_size, heads.key_value * kSize}; };
-      attend_few<kSize>(multiply, qkv + b * heads.row(), 1, context(b), lengths[b], window, heads, first, first + heads_each, scale,
-                        out + b * heads.query * kSize, context(after),
-                        after > b && parts == 1 && lengths[after] <= window ? lengths[after] : 0);
+      const i64 row = b == 0 ? 0 : ends[b - 1], tokens = ends[b] - row, before = lengths[b] - tokens;
+      const i64 together = are_numbers(context(b), before, lengths[b] - 1) ? tokens : 1;
+      for (i64 t = 0; t < tokens; t += together)
+        attend_few<kSize>(multiply, qkv + (row + t) * heads.row(), together, context(b), before + t + together, window, heads, first,
+                          first + heads_each, scale, out + (row + t) * heads.query * kSize, context(after),
+                          after > b && parts == 1 && lengths[after] <= window ? lengths[after] : 0);
     }
   }
-}
-
-// Whether all values of tokens [begin, end) are numbers: a row multiplies values that it must not see by zero, and zero times
-// infinity is none.
-inline bool are_numbers(const Context<bf16>& context, i64 begin, i64 end) {
-  const __m512i exponent = _mm512_set1_epi16(0x7f80);
-  __mmask32 others = 0;
-  context.blocks(begin, end, [&](i64 first, i64 tokens) {
-    for (i64 i = 0; i < tokens * context.stride; i += kLine) {
-      const __m512i line = _mm512_loadu_si512(context.values + first + i);
-      others |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(line, exponent), exponent);
-    }
-  });
-  return !others;
 }
 
 template <i64 kSize>
@@ -305,13 +308,13 @@ void prefill(const bf16* qkv, const bf16* keys, const bf16* values, const i64* t
 
 extern "C" {
 
-// Row b of qkv attends to the first lengths[b] tokens of its sequence, whose blocks are tables[b, :], or to the last `window` of
-// them. out: [B, N, H].
+// Rows [ends[b - 1], ends[b]) of qkv are the last ones of the lengths[b] tokens of sequence b, whose blocks are tables[b, :], a few or
+// none. Each attends to itself and those before it, or to the last `window` of them. out: [rows, N, H].
 void decode_attention(const bf16* qkv, const bf16* keys, const bf16* values, const i64* tables, i64 table_width, const i64* lengths,
-                      bf16* out, i64 sequences, i64 num_heads, i64 num_kv_heads, i64 size, i64 block_size, i64 window, float scale,
+                      const i64* ends, bf16* out, i64 sequences, i64 num_heads, i64 num_kv_heads, i64 size, i64 block_size, i64 window, float scale,
                       i64 threads) {
   const Heads heads{num_heads, num_kv_heads, size};
-  (size == 64 ? decode<64> : decode<128>)(qkv, keys, values, tables, table_width, lengths, out, sequences, heads, block_size, window,
+  (size == 64 ? decode<64> : decode<128>)(qkv, keys, values, tables, table_width, lengths, ends, out, sequences, heads, block_size, window,
                                           scale * kLog2E, threads);
 }
 

@@ -217,7 +217,7 @@ def test_a_token_attends_alike_in_a_prompt_and_alone(
         rows = slice(begin, end)
         forced.library(2).prefill_attention(qkv_TA[rows], pool_2SKH, table, begin, block_size, cut[rows], window)
     lengths, tables = torch.arange(1, tokens + 1), table.repeat(tokens, 1)
-    forced.library(2).decode_attention(qkv_TA, pool_2SKH, tables, lengths, block_size, singles, window)
+    forced.library(2).decode_attention(qkv_TA, pool_2SKH, tables, lengths, lengths, block_size, singles, window)
     assert torch.equal(cut, whole)
     assert torch.equal(singles, whole)
 
@@ -243,9 +243,11 @@ def test_what_no_window_reaches_is_not_read(
         for each in (table, freed):
             out, last = torch.empty(count, heads, size, dtype=forced.dtype), torch.empty(2, heads, size, dtype=forced.dtype)
             forced.library(2).prefill_attention(qkv_TA[rows], pool_2SKH, each, start, block_size, out, window)
-            lengths = torch.tensor([start + 1, start + count])
+            lengths, ends = torch.tensor([start + 1, start + count]), torch.tensor([1, 2])
             singles_TA = qkv_TA[[start, start + count - 1]]
-            forced.library(2).decode_attention(singles_TA, pool_2SKH, each.repeat(2, 1), lengths, block_size, last, window)
+            forced.library(2).decode_attention(
+                singles_TA, pool_2SKH, each.repeat(2, 1), lengths, ends, block_size, last, window
+            )
             outs.append((out, last))
         (out, last), (freed_out, freed_last) = outs
         assert torch.isfinite(out).all()

@@ -91,8 +91,8 @@ def test_attention_is_that_of_the_formula(heads: int, kv_heads: int, size: int, 
         library().prefill_attention(qkv_TA, pool.layer_slots(0), table, start, block_size, out, window)
         assert relative_error(out, expected) < 5e-3
         singles = torch.empty(1, heads, size, dtype=torch.bfloat16)
-        ends = torch.tensor([start + tokens])
-        library().decode_attention(qkv_TA[-1:], pool.layer_slots(0), table[None], ends, block_size, singles, window)
+        lengths, ends = torch.tensor([start + tokens]), torch.tensor([1])
+        library().decode_attention(qkv_TA[-1:], pool.layer_slots(0), table[None], lengths, ends, block_size, singles, window)
         assert relative_error(singles[0], expected[-1]) < 5e-3
         pool.data.normal_()
 
@@ -105,12 +105,14 @@ def test_a_sequence_has_the_same_bits_in_any_company() -> None:
     tables = torch.stack([torch.randperm(256)[:40] for _ in lengths])
     qkv_BA = torch.randn(len(lengths), 15 * 64).bfloat16()
     together = torch.empty(len(lengths), 9, 64, dtype=torch.bfloat16)
-    library(2).decode_attention(qkv_BA, pool.layer_slots(0), tables, lengths, 16, together)
+    library(2).decode_attention(qkv_BA, pool.layer_slots(0), tables, lengths, torch.arange(1, len(lengths) + 1), 16, together)
     for i in range(len(lengths)):
         one = slice(i, i + 1)
         for threads in (1, 3):  # with three, each reads the context of one head
             alone = torch.empty(1, 9, 64, dtype=torch.bfloat16)
-            library(threads).decode_attention(qkv_BA[one], pool.layer_slots(0), tables[one], lengths[one], 16, alone)
+            library(threads).decode_attention(
+                qkv_BA[one], pool.layer_slots(0), tables[one], lengths[one], torch.tensor([1]), 16, alone
+            )
             assert torch.equal(alone[0], together[i])
 
 

@@ -53,9 +53,14 @@ class Pair:
     """One model twice, with recorded steps and without, each with a pool of its own of the same numbers."""
 
     def __init__(
-        self, facts: ModelFacts, dtype: torch.dtype, quantization: Quantization = "none", kv_cache_dtype: KvCacheDtype = "auto"
+        self,
+        facts: ModelFacts,
+        dtype: torch.dtype,
+        quantization: Quantization = "none",
+        kv_cache_dtype: KvCacheDtype = "auto",
+        threads: int = 1,
     ) -> None:
-        library = NativeLibrary.load(1, dtype)
+        library = NativeLibrary.load(threads, dtype)
         if library is None:
             pytest.skip("needs a set of native operators")
         weights = load_weights(facts, WeightFormat(dtype, quantization, library))
@@ -108,16 +113,14 @@ def test_bits_are_those_of_other_steps(
 
 
 def test_all_kinds_of_steps(tmp_path: Path) -> None:
-    """Prompts, a token and its draft, rows that are not sampled from, and steps of many rows are not recorded."""
+    """Prompts, rows that are not sampled from, and steps of many rows are not recorded."""
     facts = made("llama", tmp_path)
     with torch.inference_mode():
         pair = Pair(facts, torch.bfloat16)
         table = list(range(100, 110))
-        drafted = [Chunk([3], 20, table, SAMPLED, 1), Chunk([4], 21, table, SAMPLED, 2, continues=True)]
         for chunks in (
             decodes(2, 0),
             [Chunk(list(range(20)), 0, table, SAMPLED, 0), *decodes(2, 1)],
-            drafted,
             decodes(2, 2),
             [Chunk([5], 3, table, None, 0)],
             [replace(chunk, sampling=None) if i else chunk for i, chunk in enumerate(decodes(2, 3))],
@@ -125,6 +128,26 @@ def test_all_kinds_of_steps(tmp_path: Path) -> None:
             decodes(2, 4),
         ):
             pair.agree(chunks)
+
+
+def with_draft(stream: int, drafted: int, step: int) -> list[Chunk]:
+    """The newest token of a stream, and so many that are guessed, over the end of a chunk of the context in stream 1."""
+    start, table = (120 if stream == 1 else 9 * stream) + step, [(11 * stream + 5 * j) % 64 + 64 * stream for j in range(20)]
+    return [Chunk([7 + 3 * i + step], start + i, table, SAMPLED, 1 + i, continues=i > 0) for i in range(1 + drafted)]
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+@pytest.mark.parametrize(("dtype", "threads"), [(torch.bfloat16, 1), (torch.bfloat16, 3), (torch.float32, 1)])
+def test_drafts_are_recorded_with_single_tokens(
+    dtype: torch.dtype, threads: int, kv_cache_dtype: KvCacheDtype, tmp_path: Path
+) -> None:
+    """One recording serves all steps of so many rows; drafts longer than attention takes are computed as prompts are."""
+    with torch.inference_mode():
+        pair = Pair(made("windows", tmp_path), dtype, kv_cache_dtype=kv_cache_dtype, threads=threads)
+        sixes = [(5,), (0, 4), (2, 2), (1, 3), (0, 0, 3), (0, 1, 0, 1), (5,), (0, 0, 0, 0, 0, 0)]
+        for step, drafts in enumerate([*sixes, (12, 3)]):
+            pair.agree([chunk for stream, drafted in enumerate(drafts) for chunk in with_draft(stream, drafted, step)])
+        assert list(pair.recorded._steps) == [6]
 
 
 def test_contexts_of_any_length(tmp_path: Path) -> None:
