@@ -133,7 +133,7 @@ class ForwardBatch:
 
     @property
     def all_sampled(self) -> bool:
-        """Whether each row is sampled from: it is the newest token of an answer, or one of its draft."""
+        """Whether each row's logits are wanted, as those of an answer's newest token and of its draft are."""
         return len(self.sampled_chunks) == len(self.token_ids_T)
 
     @property

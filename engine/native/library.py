@@ -36,7 +36,10 @@ _FEW_ROWS = 16
 
 
 def few_tokens(group: int) -> int:
-    """Return how many tokens of a sequence `NativeLibrary.decode_attention` takes; a key/value head has `group` query heads."""
+    """Return for how many tokens of a sequence `NativeLibrary.decode_attention` is meant.
+
+    A key/value head has `group` query heads.
+    """
     return max(1, _FEW_ROWS // group)
 
 
@@ -179,10 +182,10 @@ class NativeLibrary:
         out_TNH: Tensor,
         window: int = 0,
     ) -> None:
-        """Causal attention of the last few tokens of sequences, up to `few_tokens` of each, in blocks of their own.
+        """Causal attention of the last few tokens of sequences, such as `few_tokens` of each.
 
         A sequence has `lengths_B` tokens in its blocks. Its rows end before row `ends_B`, where those of the next one begin;
-        one without rows is left out. Tables, lengths, ends: int64. With a `window` a token sees no more than that many, itself
+        those without rows come last. Tables, lengths, ends: int64. With a `window` a token sees no more than that many, itself
         and those before it.
         """
         rows, num_heads, size = out_TNH.shape

@@ -1,10 +1,10 @@
 """A decoder on a processor, whose decode steps are recorded: a loop over calls where the Python of a whole model would be.
 
-    step of answers, with drafts or without ──► the recording for so many rows: its memory is filled, its calls are made again
-                                                none yet: the step is computed as one of single tokens would be, and recorded
-    any other step ──► operator by operator
+    step of few rows for a sequence, ──► the recording for so many rows: its memory is filled, its calls are made again
+    whose logits are all wanted          none yet: the step is computed as one of single tokens would be, and recorded
+    any other step ────────────────────► operator by operator
 
-A sequence has one row, and more with a draft: all are sampled from. Embedding, head and sampling are not part of a recording.
+Of an answer these are its newest token and its draft. Embedding, head and sampling are not part of a recording.
 What CUDA graphs are on a GPU (`engine.cuda_graphs`).
 """
 
@@ -29,7 +29,7 @@ from engine.ranks.tensor_parallel import ALONE
 
 MAX_ROWS = 64
 """Larger steps take so long that their Python does not matter."""
-_KEPT = 16
+_KEPT = 32
 """Recordings that are kept, those used last. Each has memory for one layer's results and for block tables."""
 
 

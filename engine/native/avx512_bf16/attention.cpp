@@ -159,8 +159,8 @@ struct Rows {
 // The tokens of a chunk that is packed, if the context ends after `left` tokens.
 inline i64 chunk_tokens(i64 left) { return std::min(kChunk, (left + kLine - 1) / kLine * kLine); }
 
-// The last `tokens` tokens of a sequence, whose values are numbers if there are several, and key/value heads [first, last). `qkv` and
-// `out` are the rows of these tokens. `after` is the context that is likely to be wanted next.
+// The last `tokens` tokens of a sequence, which may look together, and key/value heads [first, last). `qkv` and `out` are the rows of
+// these tokens. `after` is the context that is likely to be wanted next.
 template <i64 kSize>
 void attend_few(Multiplier& multiply, const bf16* qkv, i64 tokens, const Context<bf16>& context, i64 length, i64 window, const Heads& heads,
                 i64 first, i64 last, float scale, bf16* out, const Context<bf16>& after, i64 after_length) {
@@ -201,8 +201,7 @@ void attend_few(Multiplier& multiply, const bf16* qkv, i64 tokens, const Context
   for (i64 head = first; head < last; ++head) rows.put(row(head), out, tokens, head, heads);
 }
 
-// Whether all values of tokens [begin, end) are numbers: a row multiplies values that it must not see by zero, and zero times
-// infinity is none.
+// Whether all values of tokens [begin, end) are numbers.
 inline bool are_numbers(const Context<bf16>& context, i64 begin, i64 end) {
   const __m512i exponent = _mm512_set1_epi16(0x7f80);
   __mmask32 others = 0;
@@ -213,6 +212,15 @@ inline bool are_numbers(const Context<bf16>& context, i64 begin, i64 end) {
     }
   });
   return !others;
+}
+
+// How many of the last `tokens` tokens of a context may look at it together: all, unless a row would multiply something by zero, since
+// it must not see it, that is no number. A row goes by what comes after it, and by a chunk that only rows before it see.
+inline i64 may_look(const Context<bf16>& context, i64 length, i64 tokens, i64 window) {
+  const i64 first = length - tokens + 1;
+  const bool all = tokens < 2 || (are_numbers(context, first, length) &&
+                                  are_numbers(context, first_chunk(first, window), first_chunk(length, window)));
+  return all ? tokens : 1;
 }
 
 // Tokens [begin, end) of the new ones, all query heads of one key/value head, whose whole context is packed.
@@ -234,6 +242,7 @@ void prefill_tile(Multiplier& multiply, const bf16* qkv, i64 begin, i64 end, i64
 template <i64 kSize>
 void decode(const bf16* qkv, const bf16* keys, const bf16* values, const i64* tables, i64 table_width, const i64* lengths, const i64* ends,
             bf16* out, i64 sequences, const Heads& heads, i64 block_size, i64 window, float scale, i64 threads) {
+  sequences = with_rows(ends, sequences);
   const i64 parts = sequences >= threads ? 1 : heads.key_value, heads_each = heads.key_value / parts;
 #pragma omp parallel num_threads(threads) if (threads > 1 && sequences * parts > 1)
   {
@@ -242,11 +251,10 @@ void decode(const bf16* qkv, const bf16* keys, const bf16* values, const i64* ta
     for (i64 unit = 0; unit < sequences * parts; ++unit) {
       const i64 b = unit / parts, first = unit % parts * heads_each, after = std::min(b + threads, sequences - 1);
       const auto context = [&](i64 b) { return Context<bf16>{keys, values, tables + b * table_width, block_size, heads.key_value * kSize}; };
-      const i64 row = b == 0 ? 0 : ends[b - 1], tokens = ends[b] - row, before = lengths[b] - tokens;
-      const i64 together = are_numbers(context(b), before, lengths[b] - 1) ? tokens : 1;
-      for (i64 t = 0; t < tokens; t += together)
-        attend_few<kSize>(multiply, qkv + (row + t) * heads.row(), together, context(b), before + t + together, window, heads, first,
-                          first + heads_each, scale, out + (row + t) * heads.query * kSize, context(after),
+      const i64 begin = b == 0 ? 0 : ends[b - 1], together = may_look(context(b), lengths[b], ends[b] - begin, window);
+      for (i64 row = begin; row < ends[b]; row += together)
+        attend_few<kSize>(multiply, qkv + row * heads.row(), together, context(b), lengths[b] - ends[b] + row + together, window, heads,
+                          first, first + heads_each, scale, out + row * heads.query * kSize, context(after),
                           after > b && parts == 1 && lengths[after] <= window ? lengths[after] : 0);
     }
   }
@@ -256,7 +264,7 @@ template <i64 kSize>
 void prefill(const bf16* qkv, const bf16* keys, const bf16* values, const i64* table, bf16* out, i64 start, i64 tokens, const Heads& heads,
              i64 block_size, i64 window, float scale, i64 threads) {
   const Context<bf16> context{keys, values, table, block_size, heads.key_value * kSize};
-  if (tokens * heads.group() <= kFewRows && are_numbers(context, start, start + tokens)) {
+  if (tokens * heads.group() <= kFewRows && may_look(context, start + tokens, tokens, window) == tokens) {
     const i64 parts = threads > 1 ? heads.key_value : 1, heads_each = heads.key_value / parts;
 #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (i64 part = 0; part < parts; ++part) {
@@ -308,14 +316,14 @@ void prefill(const bf16* qkv, const bf16* keys, const bf16* values, const i64* t
 
 extern "C" {
 
-// Rows [ends[b - 1], ends[b]) of qkv are the last ones of the lengths[b] tokens of sequence b, whose blocks are tables[b, :], a few or
-// none. Each attends to itself and those before it, or to the last `window` of them. out: [rows, N, H].
+// Rows [ends[b - 1], ends[b]) of qkv are the last ones of the lengths[b] tokens of sequence b, whose blocks are tables[b, :]. Each attends
+// to itself and those before it, or to the last `window` of them. Sequences without rows come last. out: [rows, N, H].
 void decode_attention(const bf16* qkv, const bf16* keys, const bf16* values, const i64* tables, i64 table_width, const i64* lengths,
                       const i64* ends, bf16* out, i64 sequences, i64 num_heads, i64 num_kv_heads, i64 size, i64 block_size, i64 window, float scale,
                       i64 threads) {
   const Heads heads{num_heads, num_kv_heads, size};
-  (size == 64 ? decode<64> : decode<128>)(qkv, keys, values, tables, table_width, lengths, ends, out, sequences, heads, block_size, window,
-                                          scale * kLog2E, threads);
+  (size == 64 ? decode<64> : decode<128>)(qkv, keys, values, tables, table_width, lengths, ends, out, sequences, heads, block_size,
+                                          window, scale * kLog2E, threads);
 }
 
 // New tokens [start, start + tokens) of one sequence, already in the pool, attend to it causally. out: [T, N, H].

@@ -244,19 +244,19 @@ void prefill_tile(const bf16* qkv, i64 begin, i64 end, i64 start, i64 window, i6
 
 extern "C" {
 
-// Rows [ends[b - 1], ends[b]) of qkv are the last ones of the lengths[b] tokens of sequence b, whose blocks are tables[b, :], a few or
-// none. Each attends to itself and those before it, or to the last `window` of them. out: [rows, N, H].
+// Rows [ends[b - 1], ends[b]) of qkv are the last ones of the lengths[b] tokens of sequence b, whose blocks are tables[b, :]. Each attends
+// to itself and those before it, or to the last `window` of them. Sequences without rows come last. out: [rows, N, H].
 void decode_attention_int8(const bf16* qkv, const byte* keys, const byte* values, const i64* tables, i64 table_width, const i64* lengths,
                            const i64* ends, bf16* out, i64 sequences, i64 num_heads, i64 num_kv_heads, i64 size, i64 block_size, i64 window, float scale,
                            i64 threads) {
   const Heads heads{num_heads, num_kv_heads, size};
+  sequences = with_rows(ends, sequences);
   const i64 parts = sequences >= threads ? 1 : num_kv_heads, heads_each = num_kv_heads / parts, stride = num_kv_heads * (size + kScale);
 #pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1 && sequences * parts > 1)
   for (i64 unit = 0; unit < sequences * parts; ++unit) {
     const i64 b = unit / parts, first = unit % parts * heads_each, after = std::min(b + threads, sequences - 1);
     const auto context = [&](i64 b) { return Context<byte>{keys, values, tables + b * table_width, block_size, stride}; };
     const i64 row = b == 0 ? 0 : ends[b - 1];
-    if (row == ends[b]) continue;
     attend_few(qkv + row * heads.row(), ends[b] - row, context(b), lengths[b], window, heads, first, first + heads_each, scale * kLog2E,
                out + row * num_heads * size, context(after), after > b && parts == 1 && lengths[after] <= window ? lengths[after] : 0);
   }

@@ -54,6 +54,12 @@ struct Heads {
   i64 row() const { return (query + 2 * key_value) * size; }
 };
 
+// So many of the sequences have rows, which end before row ends[b]: the others come last.
+inline i64 with_rows(const i64* ends, i64 sequences) {
+  while (sequences > 1 && ends[sequences - 1] == ends[sequences - 2]) --sequences;
+  return sequences;
+}
+
 // A sequence in a layer's pool, whose values are T.
 template <typename T>
 struct Context {

@@ -211,8 +211,8 @@ void attend(const T* qkv, const Context<S>& context, i64 tokens, i64 first_visib
   }
 }
 
-// Rows [ends[b - 1], ends[b]) of qkv are the last ones of the lengths[b] tokens of sequence b, whose blocks are tables[b, :], a few or
-// none. Each attends to itself and those before it, or to the last `window` of them. out: [rows, N, H].
+// Rows [ends[b - 1], ends[b]) of qkv are the last ones of the lengths[b] tokens of sequence b, whose blocks are tables[b, :]. Each attends
+// to itself and those before it, or to the last `window` of them. Sequences without rows come last. out: [rows, N, H].
 template <typename T, typename S>
 void decode(const T* qkv, const S* keys, const S* values, const i64* tables, i64 table_width, const i64* lengths, const i64* ends, T* out,
             i64 sequences, const Heads& heads, i64 block_size, i64 window, float scale, i64 threads) {
@@ -245,9 +245,11 @@ void prefill(const T* qkv, const S* keys, const S* values, const i64* table, T* 
 
 extern "C" {
 
-void decode_attention(const bf16* qkv, const bf16* keys, const bf16* values, const i64* tables, i64 table_width, const i64* lengths, const i64* ends,
-                      bf16* out, i64 sequences, i64 num_heads, i64 num_kv_heads, i64 size, i64 block_size, i64 window, float scale, i64 threads) {
-  decode(qkv, keys, values, tables, table_width, lengths, ends, out, sequences, {num_heads, num_kv_heads, size}, block_size, window, scale, threads);
+void decode_attention(const bf16* qkv, const bf16* keys, const bf16* values, const i64* tables, i64 table_width, const i64* lengths,
+                      const i64* ends, bf16* out, i64 sequences, i64 num_heads, i64 num_kv_heads, i64 size, i64 block_size, i64 window,
+                      float scale, i64 threads) {
+  decode(qkv, keys, values, tables, table_width, lengths, ends, out, sequences, {num_heads, num_kv_heads, size}, block_size, window, scale,
+         threads);
 }
 
 void prefill_attention(const bf16* qkv, const bf16* keys, const bf16* values, const i64* table, bf16* out, i64 start, i64 tokens,
@@ -255,9 +257,11 @@ void prefill_attention(const bf16* qkv, const bf16* keys, const bf16* values, co
   prefill(qkv, keys, values, table, out, start, tokens, {num_heads, num_kv_heads, size}, block_size, window, scale, threads);
 }
 
-void decode_attention_float32(const float* qkv, const float* keys, const float* values, const i64* tables, i64 table_width, const i64* lengths, const i64* ends,
-                      float* out, i64 sequences, i64 num_heads, i64 num_kv_heads, i64 size, i64 block_size, i64 window, float scale, i64 threads) {
-  decode(qkv, keys, values, tables, table_width, lengths, ends, out, sequences, {num_heads, num_kv_heads, size}, block_size, window, scale, threads);
+void decode_attention_float32(const float* qkv, const float* keys, const float* values, const i64* tables, i64 table_width, const i64* lengths,
+                      const i64* ends, float* out, i64 sequences, i64 num_heads, i64 num_kv_heads, i64 size, i64 block_size, i64 window,
+                      float scale, i64 threads) {
+  decode(qkv, keys, values, tables, table_width, lengths, ends, out, sequences, {num_heads, num_kv_heads, size}, block_size, window, scale,
+         threads);
 }
 
 void prefill_attention_float32(const float* qkv, const float* keys, const float* values, const i64* table, float* out, i64 start, i64 tokens,
@@ -265,9 +269,11 @@ void prefill_attention_float32(const float* qkv, const float* keys, const float*
   prefill(qkv, keys, values, table, out, start, tokens, {num_heads, num_kv_heads, size}, block_size, window, scale, threads);
 }
 
-void decode_attention_int8(const bf16* qkv, const byte* keys, const byte* values, const i64* tables, i64 table_width, const i64* lengths, const i64* ends,
-                      bf16* out, i64 sequences, i64 num_heads, i64 num_kv_heads, i64 size, i64 block_size, i64 window, float scale, i64 threads) {
-  decode(qkv, keys, values, tables, table_width, lengths, ends, out, sequences, {num_heads, num_kv_heads, size}, block_size, window, scale, threads);
+void decode_attention_int8(const bf16* qkv, const byte* keys, const byte* values, const i64* tables, i64 table_width, const i64* lengths,
+                      const i64* ends, bf16* out, i64 sequences, i64 num_heads, i64 num_kv_heads, i64 size, i64 block_size, i64 window,
+                      float scale, i64 threads) {
+  decode(qkv, keys, values, tables, table_width, lengths, ends, out, sequences, {num_heads, num_kv_heads, size}, block_size, window, scale,
+         threads);
 }
 
 void prefill_attention_int8(const bf16* qkv, const byte* keys, const byte* values, const i64* table, bf16* out, i64 start, i64 tokens,
@@ -275,9 +281,11 @@ void prefill_attention_int8(const bf16* qkv, const byte* keys, const byte* value
   prefill(qkv, keys, values, table, out, start, tokens, {num_heads, num_kv_heads, size}, block_size, window, scale, threads);
 }
 
-void decode_attention_int8_float32(const float* qkv, const byte* keys, const byte* values, const i64* tables, i64 table_width, const i64* lengths, const i64* ends,
-                      float* out, i64 sequences, i64 num_heads, i64 num_kv_heads, i64 size, i64 block_size, i64 window, float scale, i64 threads) {
-  decode(qkv, keys, values, tables, table_width, lengths, ends, out, sequences, {num_heads, num_kv_heads, size}, block_size, window, scale, threads);
+void decode_attention_int8_float32(const float* qkv, const byte* keys, const byte* values, const i64* tables, i64 table_width, const i64* lengths,
+                      const i64* ends, float* out, i64 sequences, i64 num_heads, i64 num_kv_heads, i64 size, i64 block_size, i64 window,
+                      float scale, i64 threads) {
+  decode(qkv, keys, values, tables, table_width, lengths, ends, out, sequences, {num_heads, num_kv_heads, size}, block_size, window, scale,
+         threads);
 }
 
 void prefill_attention_int8_float32(const float* qkv, const byte* keys, const byte* values, const i64* table, float* out, i64 start, i64 tokens,

@@ -220,6 +220,12 @@ def test_a_token_attends_alike_in_a_prompt_and_alone(
     forced.library(2).decode_attention(qkv_TA, pool_2SKH, tables, lengths, lengths, block_size, singles, window)
     assert torch.equal(cut, whole)
     assert torch.equal(singles, whole)
+    few_T, ends = torch.cat([torch.arange(*rows) for rows in few[:1] + few[3:5]]), torch.tensor([2, 7, 10, 10])
+    lengths, tables = torch.tensor([few[0][1], few[3][1], few[4][1], 0]), table.repeat(4, 1)
+    for threads in (1, 5):
+        together = torch.empty(10, heads, size, dtype=forced.dtype)
+        forced.library(threads).decode_attention(qkv_TA[few_T], pool_2SKH, tables, lengths, ends, block_size, together, window)
+        assert torch.equal(together, whole[few_T])
 
 
 @pytest.mark.parametrize("forced", HERE, indirect=True, ids=named)
@@ -269,10 +275,15 @@ def test_a_token_does_not_see_what_comes_after_it(forced: Variant, bad: float, k
     forced.library(2).prefill_attention(qkv_TA, pool_of(numbers_2SKH, kv_cache_dtype), table, 0, 16, again)
     assert torch.equal(again[:100], whole[:100])
     assert again[100:].isnan().any()
-    few = torch.empty(5, 9, 64, dtype=forced.dtype)
-    forced.library(2).prefill_attention(qkv_TA[97:102], pool_of(numbers_2SKH, kv_cache_dtype), table, 97, 16, few)
-    assert torch.equal(few[:3], whole[97:100])
-    assert few[3:].isnan().any()
+    pool_2SKH, few = pool_of(numbers_2SKH, kv_cache_dtype), torch.empty(5, 9, 64, dtype=forced.dtype)
+    for first in (96, 97, 99):  # it is the last of five, in the middle, and the second
+        few_TA, end = qkv_TA[first : first + 5], torch.tensor([5])
+        for threads in (1, 2):
+            forced.library(threads).prefill_attention(few_TA, pool_2SKH, table, first, 16, few)
+            assert torch.equal(few[: 100 - first], whole[first:100])
+            forced.library(threads).decode_attention(few_TA, pool_2SKH, table[None], end + first, end, 16, few.zero_())
+            assert torch.equal(few[: 100 - first], whole[first:100])
+            assert few[100 - first :].isnan().any()
 
 
 @pytest.mark.parametrize("forced", HERE, indirect=True, ids=named)
