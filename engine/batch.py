@@ -133,7 +133,7 @@ class ForwardBatch:
 
     @property
     def all_sampled(self) -> bool:
-        """Whether each row's logits are wanted, as those of an answer's newest token and of its draft are."""
+        """Whether the logits of every row are wanted: then no row belongs to the middle of a prompt."""
         return len(self.sampled_chunks) == len(self.token_ids_T)
 
     @property

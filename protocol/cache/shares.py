@@ -41,7 +41,7 @@ class TierBlock:
 
     key: bytes
     salt: str
-    """What keeps the cached prefixes of different tenants apart."""
+    """The tenant's salt, part of the key of each of its blocks: equal prompts of two tenants share no cache."""
     place: int
     """Number of the block in the pool."""
 

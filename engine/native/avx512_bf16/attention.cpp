@@ -78,16 +78,15 @@ struct Rows {
     totals.assign(count, 0.0f);
   }
 
-  // Rows from `first` on are those of a key/value head: the query heads of one token after the other.
+  // Rows from `first` on are those of a key/value head.
   void take(i64 first, const bf16* qkv, i64 tokens, i64 head, const Heads& heads) {
-    for (i64 r = 0, group = heads.group(); r < tokens * group; ++r)
-      std::memcpy(&queries[(first + r) * kSize], qkv + r / group * heads.row() + (head * group + r % group) * kSize, kSize * sizeof(bf16));
+    for (i64 r = 0; r < tokens * heads.group(); ++r)
+      std::memcpy(&queries[(first + r) * kSize], qkv + heads.query_at(head, r), kSize * sizeof(bf16));
   }
 
   // Write the attention of these rows.
   void put(i64 first, bf16* out, i64 tokens, i64 head, const Heads& heads) const {
-    for (i64 r = 0, group = heads.group(); r < tokens * group; ++r)
-      finish(first + r, out + r / group * heads.query * kSize + (head * group + r % group) * kSize);
+    for (i64 r = 0; r < tokens * heads.group(); ++r) finish(first + r, out + heads.result_at(head, r));
   }
 
   // Let rows [first, last) look at the chunk's first `count` tokens, a multiple of 32, of which row r may see visible(r), but for
@@ -263,18 +262,11 @@ void decode(const bf16* qkv, const bf16* keys, const bf16* values, const i64* ta
 template <i64 kSize>
 void prefill(const bf16* qkv, const bf16* keys, const bf16* values, const i64* table, bf16* out, i64 start, i64 tokens, const Heads& heads,
              i64 block_size, i64 window, float scale, i64 threads) {
+  const i64 length = start + tokens;
+  if (tokens * heads.group() <= kFewRows)
+    return decode<kSize>(qkv, keys, values, table, 0, &length, &tokens, out, 1, heads, block_size, window, scale, threads);
   const Context<bf16> context{keys, values, table, block_size, heads.key_value * kSize};
-  if (tokens * heads.group() <= kFewRows && may_look(context, start + tokens, tokens, window) == tokens) {
-    const i64 parts = threads > 1 ? heads.key_value : 1, heads_each = heads.key_value / parts;
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (i64 part = 0; part < parts; ++part) {
-      Multiplier multiply;
-      attend_few<kSize>(multiply, qkv, tokens, context, start + tokens, window, heads, part * heads_each, (part + 1) * heads_each, scale, out,
-                        context, 0);
-    }
-    return;
-  }
-  const i64 length = start + tokens, padded = (length + kColumns - 1) / kColumns * kColumns;
+  const i64 padded = (length + kColumns - 1) / kColumns * kColumns;
   const i64 hidden = first_chunk(start + 1, window), blocks = (padded - hidden) / kColumns;
   static thread_local Room<bf16> buffer;
   bf16 *packed_keys = buffer.of(2 * heads.key_value * padded * kSize), *packed_values = packed_keys + heads.key_value * padded * kSize;

@@ -133,21 +133,19 @@ struct Rows {
     totals.assign(count, 0.0f);
   }
 
-  // Rows from `first` on are those of a key/value head: the query heads of one token after the other. Products with them are
-  // multiplied by `scale`, too.
+  // Rows from `first` on are those of a key/value head. Products with them are multiplied by `scale`, too.
   void take(i64 first, const bf16* qkv, i64 tokens, i64 head, const Heads& heads, float scale) {
-    for (i64 r = 0, group = heads.group(), size = heads.size; r < tokens * group; ++r) {
+    for (i64 r = 0, size = heads.size; r < tokens * heads.group(); ++r) {
       int8_t* planes = &queries[2 * (first + r) * size];
       WholeRow& query = whole_queries[first + r];
-      query = as_planes(qkv + r / group * heads.row() + (head * group + r % group) * size, size, planes, planes + size);
+      query = as_planes(qkv + heads.query_at(head, r), size, planes, planes + size);
       query.scale *= scale;
     }
   }
 
   // Write the attention of these rows.
   void put(i64 first, bf16* out, i64 tokens, i64 head, const Heads& heads) const {
-    for (i64 r = 0, group = heads.group(), size = heads.size; r < tokens * group; ++r)
-      finish(first + r, size, out + r / group * heads.query * size + (head * group + r % group) * size);
+    for (i64 r = 0; r < tokens * heads.group(); ++r) finish(first + r, heads.size, out + heads.result_at(head, r));
   }
 
   // Let rows [first, last) look at the chunk's first `count` tokens, a multiple of 64, of which row r may see visible(r), but for
@@ -267,16 +265,12 @@ void prefill_attention_int8(const bf16* qkv, const byte* keys, const byte* value
                             i64 num_heads, i64 num_kv_heads, i64 size, i64 block_size, i64 window, float scale,
                            i64 threads) {
   const Heads heads{num_heads, num_kv_heads, size};
+  const i64 length = start + tokens;
+  if (tokens * heads.group() <= kFewRows)
+    return decode_attention_int8(qkv, keys, values, table, 0, &length, &tokens, out, 1, num_heads, num_kv_heads, size, block_size, window,
+                                 scale, threads);
   const Context<byte> context{keys, values, table, block_size, num_kv_heads * (size + kScale)};
-  if (tokens * heads.group() <= kFewRows) {
-    const i64 parts = threads > 1 ? num_kv_heads : 1, heads_each = num_kv_heads / parts;
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (i64 part = 0; part < parts; ++part)
-      attend_few(qkv, tokens, context, start + tokens, window, heads, part * heads_each, (part + 1) * heads_each, scale * kLog2E, out,
-                 context, 0);
-    return;
-  }
-  const i64 length = start + tokens, padded = (length + kColumns - 1) / kColumns * kColumns;
+  const i64 padded = (length + kColumns - 1) / kColumns * kColumns;
   const i64 hidden = first_chunk(start + 1, window), blocks = (padded - hidden) / kColumns;
   static thread_local Room<byte> buffer;
   static thread_local Room<float> scales;

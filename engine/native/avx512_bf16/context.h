@@ -52,6 +52,9 @@ struct Heads {
   i64 query, key_value, size;
   i64 group() const { return query / key_value; }
   i64 row() const { return (query + 2 * key_value) * size; }
+  // Where row r of a key/value head lies, the query heads of one token after the other: its query, and its result.
+  i64 query_at(i64 head, i64 r) const { return r / group() * row() + (head * group() + r % group()) * size; }
+  i64 result_at(i64 head, i64 r) const { return (r / group() * query + head * group() + r % group()) * size; }
 };
 
 // So many of the sequences have rows, which end before row ends[b]: the others come last.

@@ -8,8 +8,8 @@
 // belongs to pair 4 z + n, and in eight bits nibbles 2 n and 2 n + 1 to pair 2 z + n.
 //
 // Up to kFewRows rows read the values as they are stored, kRows at a time. For more, those of a group and up to 48 outputs become
-// bfloat16 once for up to kRowBlock rows, whose totals lie in memory meanwhile. Both do the same operations on the same values in the same order,
-// so a row's bits do not tell which it was.
+// bfloat16 once for up to kRowBlock rows, whose totals lie in memory meanwhile. Both do the same operations on the same values in
+// the same order, so a row's bits do not tell which it was.
 
 #include "common.h"
 #include <lines.h>
