@@ -8,6 +8,9 @@ thread of low priority has the kernel map blocks before they are used; `BlockMan
 
 Under load the thread takes from the prompts that it works for, so what can be mapped before is, unless half of the machine's
 memory was taken when the pool was made. A pool that is never filled never takes all its memory.
+
+The interpreter waits for the thread when the process ends, which ends it at once: a thread that released a tensor later would
+abort the process.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Thread
+from threading import Thread, main_thread
 
 from engine.memory.kv_pool import KVPool
 from engine.niceness import PREFILL_NICENESS, be_nice
@@ -76,7 +79,7 @@ class Populator:
         self._thread.join()
 
     def _started(self) -> Thread:
-        thread = Thread(target=self._populate, name="kv-populate", daemon=True)
+        thread = Thread(target=self._populate, name="kv-populate")
         thread.start()
         return thread
 
@@ -92,7 +95,7 @@ class Populator:
     def _populate(self) -> None:
         """Where the kernel can't (before Linux 5.14), the first writes pay."""
         be_nice(PREFILL_NICENESS)
-        while self._end < self._until_idle:
+        while self._end < self._until_idle and main_thread().is_alive():
             if self._end >= self._until and not self._is_idle():
                 time.sleep(_IDLE_S)
                 continue

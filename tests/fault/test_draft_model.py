@@ -7,6 +7,7 @@ chance. How many drafts pay is not asked here, but for the last tests: counts ar
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import threading
 import time
@@ -48,7 +49,7 @@ def drafting(config: ClusterConfig, speculative: SpeculativeConfig = DRAFTED, **
 
 @pytest.fixture
 def any_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever it costs, in every step, and for as many tokens as chance has it."""
+    """Whatever it costs and has cost, in every step, and for as many tokens as chance has it."""
     rng = random.Random(1)
 
     def some(candidates: Sequence[Candidate], num_rows: int, most: int, *costs: Any) -> Round | None:
@@ -60,6 +61,7 @@ def any_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(model_speculator, "best_round", some)
     monkeypatch.setattr(model_speculator, "is_worth_making_up", lambda *costs: True)
+    monkeypatch.setattr(model_speculator, "ALLOWED_STEPS", math.inf)
     monkeypatch.setattr(speculator.Speculator, "_plain_is_due", lambda self, num_rows: False)
 
 

@@ -9,7 +9,7 @@ from benchmarks.pages.figures import EXTRACT
 
 
 def test_steps_are_measured_by_their_parts() -> None:
-    found = [measured(rows, 1, 2) for rows in (2, 128)]
+    found = [measured(rows, 1, 9) for rows in (2, 128)]  # so many that the median is none that had to wait
     for each in found:
         assert min(each.lay_out_ms, each.fill_ms, each.sample_ms) > 0
         assert each.step_ms > max(each.lay_out_ms, each.fill_ms, each.sample_ms) / 3

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import mmap
+import subprocess
+import sys
 import time
 from array import array
 from pathlib import Path
@@ -149,3 +151,31 @@ def test_a_runner_s_pool_is_mapped_ahead_of_its_steps(small_model: Any) -> None:
         runner.populator.wait()
         assert are_mapped(runner.pool, 0, AHEAD + 1 + AHEAD)
     assert no_further(runner.pool, AHEAD + 1 + AHEAD)
+
+
+def test_a_process_ends_well_though_there_is_memory_to_map() -> None:
+    """The thread has ended when the interpreter is taken down: it holds tensors, whose release would abort the process."""
+    began = time.monotonic()
+    ended = subprocess.run([sys.executable, "-c", _ENDS_EARLY], capture_output=True, text=True, timeout=60)
+    took_s = time.monotonic() - began
+    assert (ended.returncode, ended.stdout) == (0, "mapping True\nmapping False\n"), ended.stderr
+    assert took_s < 30, "it waits for what is mapped at that moment, not for all of the memory"
+
+
+_ENDS_EARLY = """
+import atexit, threading, torch
+from engine.memory.kv_pool import KVPool
+from engine.memory.populator import AHEAD_TOKENS, Populator
+
+blocks = 4 * AHEAD_TOKENS // 16
+pool = KVPool(num_layers=1, num_blocks=blocks, num_kept=blocks, block_size=16, num_kv_heads=1, head_dim=8, dtype=torch.bfloat16)
+Populator._is_idle = lambda self: False  # so the rest of the pool waits
+populator = Populator(pool)
+[thread] = [each for each in threading.enumerate() if each.name == "kv-populate"]
+
+def tell():
+    print("mapping", thread.is_alive(), flush=True)
+
+tell()
+atexit.register(tell)
+"""
