@@ -171,20 +171,13 @@ void attend_few(Multiplier& multiply, const bf16* qkv, i64 tokens, const Context
   rows.begin(count_rows);
   for (i64 head = first; head < last; ++head) rows.take(row(head), qkv, tokens, head, heads);
   scorer.begin(rows.queries.data(), last - first, each);
-  const i64 near = std::clamp<i64>(kNearBytes / (width * sizeof(bf16)), kColumns, kChunk);  // tokens
   bf16* packed = buffer.of(kColumns * kSize);
   i64 offsets[kChunk];
   for (i64 begin = first_chunk(length - tokens + 1, window); begin < length; begin += kChunk) {
-    const i64 left = length - begin, count = chunk_tokens(left), here = std::min(left, kChunk);
-    const bool is_last = left <= kChunk;
-    const Context<bf16>& next = is_last ? after : context;
-    const i64 next_begin = is_last ? 0 : begin + kChunk, next_end = std::min(next_begin + kChunk, is_last ? after_length : length);
-    Ahead::find(next, {next.keys + first * kSize, next.values + first * kSize}, next_begin, next_end);
-    context.locate(begin, begin + here, offsets);
-    Ahead ahead;  // in the order in which it is read
-    ahead.add(context, {context.keys + first * kSize}, begin + near, begin + here, width);
-    ahead.add(context, {context.values + first * kSize}, begin, begin + here, width);
-    ahead.add(next, {next.keys + first * kSize}, next_begin, std::min(next_begin + near, next_end), width);
+    const i64 left = length - begin, count = chunk_tokens(left);
+    context.locate(begin, begin + std::min(left, kChunk), offsets);
+    Ahead ahead;
+    ahead.add(context, first * kSize, width, begin, length, after, after_length);
     for (i64 t = 0; t < count; t += kColumns)
       for (i64 head = first; head < last; ++head)
         scorer(multiply, head - first, context.of_head(head, kSize).keys, offsets + t, left - t, std::min(count - t, kColumns),

@@ -32,42 +32,44 @@ inline __m512i load_once(const byte* from) {
   return bytes;
 }
 
-inline void store_scales(const bf16* scales, float* to) {
-  for (i64 t = 0; t < kColumns; t += kVector) _mm512_storeu_ps(to + t, load(scales + t));
+// The scales of up to 64 tokens of one head that lie at `offsets`, as numbers; those from `count` on are zero.
+inline void copy_scales(const byte* heads, i64 size, const i64* offsets, i64 count, float* to) {
+  alignas(64) bf16 scales[kColumns] = {};
+  for (i64 t = 0, end = std::min(count, kColumns); t < end; ++t) std::memcpy(scales + t, heads + offsets[t] + size, kScale);
+  for (i64 t = 0; t < kColumns; t += kVector) _mm512_store_ps(to + t, load(scales + t));
 }
 
-// Pack up to 64 tokens of one head that lie at `offsets`; nobody looks at those from `count` on. Brings as much near meanwhile.
-void pack_block(const Context<byte>& context, i64 size, const i64* offsets, i64 count, const Packed& to, Ahead& ahead) {
-  alignas(64) static constexpr byte kNothing[128 + kScale] = {};
-  alignas(64) bf16 key_scales[kColumns] = {}, value_scales[kColumns] = {};
-  for (i64 t = 0, end = std::min(count, kColumns); t < end; ++t) {
-    std::memcpy(key_scales + t, context.keys + offsets[t] + size, kScale);
-    std::memcpy(value_scales + t, context.values + offsets[t] + size, kScale);
-  }
-  store_scales(key_scales, to.key_scales);
-  store_scales(value_scales, to.value_scales);
-  const auto token = [&](const byte* from, i64 t) { return t < count ? from + offsets[t] : kNothing; };
+constexpr int kBeside = 4;  // lines that are brought near with each quad of a product with packed keys or values
+alignas(64) constexpr byte kNothing[128] = {};
+
+// Pack up to 64 tokens' keys of one head that lie at `offsets`; those from `count` on are zero. Brings a quarter as much near meanwhile:
+// the rest is for the products with them.
+inline void pack_keys(const byte* keys, i64 size, const i64* offsets, i64 count, byte* to, Ahead& ahead) {
   for (i64 t = 0; t < kColumns; t += kVector)
     for (i64 h = 0; h < size; h += 64) {
       __m512i quads[16];
-      for (int i = 0; i < 16; ++i) quads[i] = load_once(token(context.keys, t + i) + h);
+      for (int i = 0; i < 16; ++i) quads[i] = load_once((t + i < count ? keys + offsets[t + i] : kNothing) + h);
       transpose(quads);
-      for (int i = 0; i < 16; ++i) _mm512_storeu_si512(to.keys + ((h / 4 + i) * kColumns + t) * 4, quads[i]);
-      ahead.bring<12>();
+      for (int i = 0; i < 16; ++i) _mm512_storeu_si512(to + ((h / 4 + i) * kColumns + t) * 4, quads[i]);
+      ahead.bring<kVector / 4>();
     }
+}
+
+// The same of values, those of each 64 of H `stride` apart.
+inline void pack_values(const byte* values, i64 size, const i64* offsets, i64 count, byte* to, i64 stride, Ahead& ahead) {
   // In each quarter of a register, 16 values of H: their bytes of four tokens come to lie side by side, four of H to a register.
   for (i64 t = 0; t < kColumns; t += 4)
     for (i64 h = 0; h < size; h += 64) {
       __m512i four[4];
-      for (int i = 0; i < 4; ++i) four[i] = load_once(token(context.values, t + i) + h);
+      for (int i = 0; i < 4; ++i) four[i] = load_once((t + i < count ? values + offsets[t + i] : kNothing) + h);
       const __m512i a = _mm512_unpacklo_epi8(four[0], four[1]), b = _mm512_unpackhi_epi8(four[0], four[1]);
       const __m512i c = _mm512_unpacklo_epi8(four[2], four[3]), d = _mm512_unpackhi_epi8(four[2], four[3]);
-      byte* at = to.values + h / 64 * to.stride + t * kColumns;
+      byte* at = to + h / 64 * stride + t * kColumns;
       _mm512_storeu_si512(at, _mm512_unpacklo_epi16(a, c));
       _mm512_storeu_si512(at + 64, _mm512_unpackhi_epi16(a, c));
       _mm512_storeu_si512(at + 128, _mm512_unpacklo_epi16(b, d));
       _mm512_storeu_si512(at + 192, _mm512_unpackhi_epi16(b, d));
-      ahead.bring<6>();
+      ahead.bring<1>();
     }
 }
 
@@ -75,14 +77,14 @@ void pack_block(const Context<byte>& context, i64 size, const i64* offsets, i64 
 // kMasked, only the first `visible` keys count, but for the first `hidden` of them. Returns what the row's sums so far are to be
 // multiplied by.
 template <bool kMasked>
-inline float weigh_row(const int32_t* products, int8_t* planes, i64 length, i64 visible, i64 hidden, const Packed& chunk, const WholeRow& query,
-                       WholeRow& weights, float& largest, float& total) {
+inline float weigh_row(const int32_t* products, int8_t* planes, i64 length, i64 visible, i64 hidden, const float* key_scales,
+                       const float* value_scales, const WholeRow& query, WholeRow& weights, float& largest, float& total) {
   alignas(64) float scores[kChunk];
   const auto lanes = [&](i64 t) -> __mmask16 { return kMasked ? first_lanes(visible - t) & ~first_lanes(hidden - t) : 0xffff; };
   __m512 top = _mm512_set1_ps(kMinusInfinity);
   for (i64 t = 0; t < length; t += kVector) {
     const __m512 product = _mm512_mul_ps(query.product(products + t, products + kChunk + t), _mm512_set1_ps(query.scale));
-    const __m512 score = _mm512_mul_ps(product, _mm512_loadu_ps(chunk.key_scales + t));
+    const __m512 score = _mm512_mul_ps(product, _mm512_loadu_ps(key_scales + t));
     top = _mm512_mask_max_ps(top, lanes(t), top, score);
     _mm512_store_ps(scores + t, score);
   }
@@ -91,7 +93,7 @@ inline float weigh_row(const int32_t* products, int8_t* planes, i64 length, i64 
   __mmask16 no_numbers = 0;
   for (i64 t = 0; t < length; t += kVector) {
     const __m512 weight = _mm512_maskz_mov_ps(lanes(t), power_of_two(_mm512_sub_ps(_mm512_load_ps(scores + t), _mm512_set1_ps(now))));
-    const __m512 scaled = _mm512_maskz_mul_ps(lanes(t), weight, _mm512_loadu_ps(chunk.value_scales + t));
+    const __m512 scaled = _mm512_maskz_mul_ps(lanes(t), weight, _mm512_loadu_ps(value_scales + t));
     sum = _mm512_add_ps(sum, weight);
     most = _mm512_max_ps(most, scaled);
     no_numbers |= _mm512_cmp_ps_mask(scaled, scaled, _CMP_UNORD_Q);
@@ -152,18 +154,40 @@ struct Rows {
   // those that lie before its `window`. A row that sees nothing of a chunk stays as it is.
   template <typename Visible>
   void look(i64 first, i64 last, i64 size, const Packed& chunk, i64 count, i64 window, const Visible& visible) {
-    const i64 planes = 2 * (last - first);
-    for (i64 t = 0; t < count; t += kColumns)
-      multiply_whole(&queries[2 * first * size], size, planes, chunk.keys + t * size, size / 4, &products[2 * first * kChunk + t], kChunk);
+    for (i64 t = 0; t < count; t += kColumns) score(first, last, size, chunk.keys + t * size, t);
+    weigh(first, last, count, window, chunk.key_scales, chunk.value_scales, visible);
+    add(first, last, size, chunk.values, chunk.stride, 0, count);
+    gather(first, last, size);
+  }
+
+  // Multiply with 64 keys, packed, of which the first is token `t` of a chunk.
+  template <typename Meanwhile = Nothing>
+  void score(i64 first, i64 last, i64 size, const byte* keys, i64 t, const Meanwhile& meanwhile = {}) {
+    multiply_whole(&queries[2 * first * size], size, 2 * (last - first), keys, size / 4, &products[2 * first * kChunk + t], kChunk, false,
+                   meanwhile);
+  }
+
+  // Products with a chunk's keys become weights.
+  template <typename Visible>
+  void weigh(i64 first, i64 last, i64 count, i64 window, const float* key_scales, const float* value_scales, const Visible& visible) {
     for (i64 r = first; r < last; ++r) {
       const i64 hidden = visible(r) - window;
       const auto weigh = visible(r) < count || hidden > 0 ? weigh_row<true> : weigh_row<false>;
-      shrinks[r] = weigh(&products[2 * r * kChunk], &weights[2 * r * kChunk], count, visible(r), hidden, chunk,
+      shrinks[r] = weigh(&products[2 * r * kChunk], &weights[2 * r * kChunk], count, visible(r), hidden, key_scales, value_scales,
                          whole_queries[r], whole_weights[r], largest[r], totals[r]);
     }
+  }
+
+  // Multiply weights with `count` values, packed, of which the first is token `t` of a chunk.
+  template <typename Meanwhile = Nothing>
+  void add(i64 first, i64 last, i64 size, const byte* values, i64 stride, i64 t, i64 count, const Meanwhile& meanwhile = {}) {
     for (i64 h = 0; h < size; h += kColumns)
-      multiply_whole(&weights[2 * first * kChunk], kChunk, planes, chunk.values + h / 64 * chunk.stride, count / 4,
-                     &found[2 * first * size + h], size);
+      multiply_whole(&weights[2 * first * kChunk + t], kChunk, 2 * (last - first), values + h / 64 * stride, count / 4,
+                     &found[2 * first * size + h], size, t > 0, meanwhile);
+  }
+
+  // What was found in a chunk joins what was found before.
+  void gather(i64 first, i64 last, i64 size) {
     for (i64 r = first; r < last; ++r) {
       const __m512 shrink = _mm512_set1_ps(shrinks[r]), scale = _mm512_set1_ps(whole_weights[r].scale);
       for (i64 h = 0; h < size; h += kVector) {
@@ -199,29 +223,47 @@ void attend_few(const bf16* qkv, i64 tokens, const Context<byte>& context, i64 l
                 float scale, bf16* out, const Context<byte>& after, i64 after_length) {
   static thread_local Rows rows;
   static thread_local Room<byte> buffer;
-  alignas(64) float scales[2 * kChunk];
+  static thread_local Lines<float> scales;
   const i64 group = heads.group(), size = heads.size, width = size + kScale, each = tokens * group, count_rows = (last - first) * each;
+  const bool is_whole = last - first == heads.key_value;
+  const auto row = [&](i64 head) { return (head - first) * each; };
   rows.begin(count_rows, size);
-  for (i64 head = first; head < last; ++head) rows.take((head - first) * each, qkv, tokens, head, heads, scale);
-  byte* const bytes = buffer.of(2 * kChunk * size);
-  const Packed chunk{bytes, bytes + kChunk * size, kChunk * kColumns, scales, scales + kChunk};
+  for (i64 head = first; head < last; ++head) rows.take(row(head), qkv, tokens, head, heads, scale);
+  scales.resize(2 * (last - first) * kChunk);
+  const auto key_scales = [&](i64 head) { return &scales[2 * (head - first) * kChunk]; };
+  const auto value_scales = [&](i64 head) { return key_scales(head) + kChunk; };
+  byte* const packed = buffer.of(kColumns * size);
   i64 offsets[kChunk];
   for (i64 begin = first_chunk(length - tokens + 1, window); begin < length; begin += kChunk) {
     const i64 left = length - begin, count = chunk_tokens(left);
     context.locate(begin, begin + std::min(left, kChunk), offsets);
-    const bool is_last = left <= kChunk;
-    const Context<byte>& next = is_last ? after : context;
-    const i64 next_begin = is_last ? 0 : begin + kChunk, next_end = std::min(next_begin + kChunk, is_last ? after_length : length);
     Ahead ahead;
-    ahead.add(next, {next.keys + first * width, next.values + first * width}, next_begin, next_end, (last - first) * width);
+    ahead.add(context, first * width, (last - first) * width, begin, length, after, after_length);
+    const auto bring = [&] {
+      ahead.bring<kBeside>();
+      if (!is_whole) ahead.bring<kBeside>();  // each head's bytes lie on a line more
+    };
+    for (i64 t = 0; t < count; t += kColumns)
+      for (i64 head = first; head < last; ++head) {
+        const byte* keys = context.keys + head * width;
+        copy_scales(keys, size, offsets + t, left - t, key_scales(head) + t);
+        pack_keys(keys, size, offsets + t, left - t, packed, ahead);
+        rows.score(row(head), row(head + 1), size, packed, t, bring);
+      }
     for (i64 head = first; head < last; ++head) {
       for (i64 t = 0; t < count; t += kColumns)
-        pack_block(context.of_head(head, width), size, offsets + t, left - t, chunk.from(t, size), ahead);
-      const i64 row = (head - first) * each;
-      rows.look(row, row + each, size, chunk, count, window, [&](i64 r) { return left - tokens + 1 + (r - row) / group; });
+        copy_scales(context.values + head * width, size, offsets + t, left - t, value_scales(head) + t);
+      rows.weigh(row(head), row(head + 1), count, window, key_scales(head), value_scales(head),
+                 [&](i64 r) { return left - tokens + 1 + r % each / group; });
     }
+    for (i64 t = 0; t < count; t += kColumns)
+      for (i64 head = first; head < last; ++head) {
+        pack_values(context.values + head * width, size, offsets + t, left - t, packed, kColumns * kColumns, ahead);
+        rows.add(row(head), row(head + 1), size, packed, kColumns * kColumns, t, kColumns, bring);
+      }
+    rows.gather(0, count_rows, size);
   }
-  for (i64 head = first; head < last; ++head) rows.put((head - first) * each, out, tokens, head, heads);
+  for (i64 head = first; head < last; ++head) rows.put(row(head), out, tokens, head, heads);
 }
 
 // Tokens [begin, end) of the new ones, all query heads of one key/value head, whose whole context is packed.
@@ -287,7 +329,12 @@ void prefill_attention_int8(const bf16* qkv, const byte* keys, const byte* value
     i64 offsets[kColumns];
     context.locate(begin, begin + count, offsets);
     Ahead nothing;
-    pack_block(context.of_head(head, size + kScale), size, offsets, count, packed(head).from(begin, size), nothing);
+    const Context<byte> here = context.of_head(head, size + kScale);
+    const Packed to = packed(head).from(begin, size);
+    copy_scales(here.keys, size, offsets, count, to.key_scales);
+    copy_scales(here.values, size, offsets, count, to.value_scales);
+    pack_keys(here.keys, size, offsets, count, to.keys, nothing);
+    pack_values(here.values, size, offsets, count, to.values, to.stride, nothing);
   }
   const i64 tiles = (tokens + kTileTokens - 1) / kTileTokens;
 #pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1)

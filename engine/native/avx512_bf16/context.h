@@ -6,7 +6,6 @@
 #include <near.h>
 
 #include <algorithm>
-#include <initializer_list>
 #include <limits>
 
 namespace {
@@ -96,28 +95,20 @@ struct Context {
 // are made between other work, in the order in which the lines will be read.
 class Ahead {
  public:
-  // Adds tokens [begin, end) of a context: block by block, `width` values of each token from each of these pointers on.
+  // What is to be asked for while a chunk of a context of `length` tokens is read, all keys before all values: what lies kNearBytes
+  // behind what is read. The chunk after it follows, or the first one of `after`. Of each token, `width` values from `first` on.
   template <typename T>
-  void add(const Context<T>& context, std::initializer_list<const T*> from, i64 begin, i64 end, i64 width) {
-    const i64 stride = context.stride * sizeof(T), bytes = width * sizeof(T);
-    context.blocks(begin, end, [&](i64 first, i64 tokens) {
-      for (const T* each : from) {
-        const char* at = reinterpret_cast<const char*>(each + first);
-        pieces_[count_++] = bytes == stride ? Piece{at, tokens * bytes, 1, 0} : Piece{at, bytes, tokens, stride};
-      }
-    });
-    if (next_ == nullptr) begin_row();
-  }
-
-  // Have the processor look up the pages of these tokens: looking up takes longer than bringing near, and would hold it up.
-  template <typename T>
-  static void find(const Context<T>& context, std::initializer_list<const T*> from, i64 begin, i64 end) {
-    context.blocks(begin, end, [&](i64 first, i64 tokens) {
-      for (const T* each : from) {
-        const char *at = reinterpret_cast<const char*>(each + first), *end = at + tokens * context.stride * sizeof(T);
-        for (; at < end; at += kPage - reinterpret_cast<uintptr_t>(at) % kPage) _mm_prefetch(at, kNearHint);
-      }
-    });
+  void add(const Context<T>& context, i64 first, i64 width, i64 begin, i64 length, const Context<T>& after, i64 after_length) {
+    const i64 near = std::clamp<i64>(kNearBytes / (width * sizeof(T)), kChunk / 2, kChunk);  // tokens
+    const bool is_last = begin + kChunk >= length;
+    const Context<T>& next = is_last ? after : context;
+    const i64 end = std::min(begin + kChunk, length), next_begin = is_last ? 0 : end;
+    const i64 next_end = std::min(next_begin + kChunk, is_last ? after_length : length);
+    for (const T* each : {next.keys, next.values}) find(next, each + first, next_begin, next_end);
+    add(context, context.keys + first, width, begin + near, end);
+    add(context, context.values + first, width, begin, end);
+    add(next, next.keys + first, width, next_begin, std::min(next_begin + near, next_end));
+    begin_row();
   }
 
   // Ask for so many lines of the caches.
@@ -141,6 +132,25 @@ class Ahead {
   i64 count_ = 0, done_ = 0;
   Piece rest_{};                                 // further rows of the piece that is asked for
   const char *next_ = nullptr, *end_ = nullptr;  // of its row
+
+  // Have the processor look up the pages of these tokens: looking up takes longer than bringing near, and would hold it up.
+  template <typename T>
+  static void find(const Context<T>& context, const T* from, i64 begin, i64 end) {
+    context.blocks(begin, end, [&](i64 first, i64 tokens) {
+      const char *at = reinterpret_cast<const char*>(from + first), *end = at + tokens * context.stride * sizeof(T);
+      for (; at < end; at += kPage - reinterpret_cast<uintptr_t>(at) % kPage) _mm_prefetch(at, kNearHint);
+    });
+  }
+
+  // Block by block, `width` values of each token from this pointer on.
+  template <typename T>
+  void add(const Context<T>& context, const T* from, i64 width, i64 begin, i64 end) {
+    const i64 stride = context.stride * sizeof(T), bytes = width * sizeof(T);
+    context.blocks(begin, end, [&](i64 first, i64 tokens) {
+      const char* at = reinterpret_cast<const char*>(from + first);
+      pieces_[count_++] = bytes == stride ? Piece{at, tokens * bytes, 1, 0} : Piece{at, bytes, tokens, stride};
+    });
+  }
 
   // Returns whether there is one.
   bool begin_row() {

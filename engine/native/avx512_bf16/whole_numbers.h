@@ -90,16 +90,17 @@ inline WholeRow as_planes(const bf16* from, i64 size, int8_t* upper, int8_t* low
 
 constexpr i64 kColumns = 64;  // columns of packed bytes
 
-// C[MR, 64] = A[MR, 4 quads] B, where B is packed as [quads][64][4].
-template <int MR>
-inline void multiply_some(const int8_t* a, i64 lda, const byte* b, i64 quads, int32_t* c, i64 ldc) {
+// C[MR, 64] (+)= A[MR, 4 quads] B, where B is packed as [quads][64][4]. Calls `meanwhile` once for each quad.
+template <int MR, typename Meanwhile>
+inline void multiply_some(const int8_t* a, i64 lda, const byte* b, i64 quads, int32_t* c, i64 ldc, bool add, const Meanwhile& meanwhile) {
   using Lanes = int32_t __attribute__((vector_size(64)));  // not __m512i, which may alias: sums of it do not stay in registers
   Lanes acc[MR][4];
   for (int m = 0; m < MR; ++m)
-    for (int j = 0; j < 4; ++j) acc[m][j] = Lanes{};
+    for (int j = 0; j < 4; ++j) acc[m][j] = add ? (Lanes)_mm512_loadu_si512(c + m * ldc + j * kVector) : Lanes{};
   for (i64 q = 0; q < quads; ++q) {
     Lanes column[4];
     for (int j = 0; j < 4; ++j) column[j] = (Lanes)_mm512_loadu_si512(b + (q * kColumns + j * kVector) * 4);
+    meanwhile();
     for (int m = 0; m < MR; ++m) {
       int quad;
       std::memcpy(&quad, a + m * lda + 4 * q, sizeof quad);
@@ -111,11 +112,16 @@ inline void multiply_some(const int8_t* a, i64 lda, const byte* b, i64 quads, in
     for (int j = 0; j < 4; ++j) _mm512_storeu_si512(c + m * ldc + j * kVector, (__m512i)acc[m][j]);
 }
 
-// The same for any even number of rows: both planes of each.
-inline void multiply_whole(const int8_t* a, i64 lda, i64 rows, const byte* b, i64 quads, int32_t* c, i64 ldc) {
-  for (; rows >= 6; rows -= 6, a += 6 * lda, c += 6 * ldc) multiply_some<6>(a, lda, b, quads, c, ldc);
-  if (rows == 4) multiply_some<4>(a, lda, b, quads, c, ldc);
-  if (rows == 2) multiply_some<2>(a, lda, b, quads, c, ldc);
+// The same for any even number of rows: both planes of each. `meanwhile` is called beside the first few.
+template <typename Meanwhile = Nothing>
+inline void multiply_whole(const int8_t* a, i64 lda, i64 rows, const byte* b, i64 quads, int32_t* c, i64 ldc, bool add,
+                           const Meanwhile& meanwhile = {}) {
+  if (rows >= 6) {
+    multiply_some<6>(a, lda, b, quads, c, ldc, add, meanwhile);
+    return multiply_whole(a + 6 * lda, lda, rows - 6, b, quads, c + 6 * ldc, ldc, add);
+  }
+  if (rows == 4) multiply_some<4>(a, lda, b, quads, c, ldc, add, meanwhile);
+  if (rows == 2) multiply_some<2>(a, lda, b, quads, c, ldc, add, meanwhile);
 }
 
 }  // namespace
