@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -27,6 +28,8 @@ from protocol.wire import WireServer
 if TYPE_CHECKING:  # imported only where a model drafts
     from engine.drafting.draft_model import DraftModel
     from engine.model_runner import DeviceName
+
+_Result = TypeVar("_Result")
 
 _HASH_DIGITS = 16
 """Of the hash of the weights, as routers and peers are told it. They mix up no two models of a cluster by it."""
@@ -98,9 +101,9 @@ class FirstRankActor(WorkerActor):
         )
         ranks = await gang.form(self._host, limits.worker_start_s, rank_device(self._config, self._pool))
         try:
-            runner = await gang.beside(asyncio.to_thread(load_share, self._config, self._pool, ranks))
+            runner = await gang.beside(_in_new_thread(load_share, self._config, self._pool, ranks))
             model = await asyncio.to_thread(resolve_for, self._config)
-            draft = await gang.beside(asyncio.to_thread(self._load_draft, model, runner))
+            draft = await gang.beside(_in_new_thread(self._load_draft, model, runner))
             arithmetic = await gang.joined(runner.pool.num_blocks, runner.arithmetic)
         except BaseException:
             await gang.close()
@@ -135,3 +138,16 @@ class FirstRankActor(WorkerActor):
         check_draft(self._config, model)
         device: DeviceName = "cpu" if runner.pool.data.device.type == "cpu" else "cuda"
         return DraftModel.load(self._config, self._pool, facts, model.facts.vocab_size, device)
+
+
+async def _in_new_thread(work: Callable[..., _Result], *args: Any) -> _Result:
+    """Return what the work returns, done in a thread that ends with it.
+
+    OpenMP keeps helpers for each thread that has had loops run by several. Where they are more than the cores, all of them
+    sleep between two loops instead of waiting awake, and a step of two threads takes twice as long.
+    """
+    thread = ThreadPoolExecutor(1, "load")
+    try:
+        return await asyncio.get_running_loop().run_in_executor(thread, work, *args)
+    finally:
+        thread.shutdown(wait=False)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -80,3 +82,39 @@ def test_a_worker_is_named_by_what_it_has_loaded(monkeypatch: pytest.MonkeyPatch
     actor = _Alone("worker-0", 0, config, config.decode, b"secret", "127.0.0.1", torch.get_num_threads(), [])
     ready = asyncio.run(actor.start())
     assert loaded.facts.identity.startswith(ready.weights)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are told apart by /proc")
+def test_no_helper_of_openmp_is_left_when_a_worker_is_loaded() -> None:
+    """With more helpers than cores, all of them sleep between two loops of a step: with two threads it took twice as long."""
+    ended = subprocess.run([sys.executable, "-c", _LOADS], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "helpers: 0\n"
+
+
+_LOADS = """
+import asyncio, threading, time
+from pathlib import Path
+import torch
+from configs.loader import load_config
+from tests.unit.engine.test_share import _Alone
+
+TASKS = Path("/proc/self/task")
+torch.set_num_threads(2)  # begins a thread that has nothing to do with OpenMP
+OWN = {int(task.name) for task in TASKS.iterdir()}
+
+def helpers():
+    known = OWN | {thread.native_id for thread in threading.enumerate()}
+    new = [task for task in TASKS.iterdir() if int(task.name) not in known]
+    return [task for task in new if not (task / "comm").read_text().startswith("ZMQ")]
+
+async def load():
+    config = load_config(None, {})
+    await _Alone("worker-0", 0, config, config.decode, b"secret", "127.0.0.1", 2, []).build()
+    deadline = time.monotonic() + 20
+    while helpers() and time.monotonic() < deadline:  # a thread has ended a moment after its work
+        await asyncio.sleep(0.05)
+    print("helpers:", len(helpers()))
+
+asyncio.run(load())
+"""
