@@ -198,7 +198,7 @@ struct Rows {
     }
   }
 
-  // Write a row's attention, in the order of H: pack_block has put every fourth four of each 64 into a register.
+  // Write a row's attention, in the order of H: pack_values has put every fourth four of each 64 into a register.
   void finish(i64 row, i64 size, bf16* out) const {
     const __m512 total = _mm512_set1_ps(totals[row]);
     for (i64 h = 0; h < size; h += 64) {
@@ -291,7 +291,7 @@ void decode_attention_int8(const bf16* qkv, const byte* keys, const byte* values
                            i64 threads) {
   const Heads heads{num_heads, num_kv_heads, size};
   sequences = with_rows(ends, sequences);
-  const i64 parts = sequences >= threads ? 1 : num_kv_heads, heads_each = num_kv_heads / parts, stride = num_kv_heads * (size + kScale);
+  const i64 parts = head_parts(sequences, threads, num_kv_heads), heads_each = num_kv_heads / parts, stride = num_kv_heads * (size + kScale);
 #pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1 && sequences * parts > 1)
   for (i64 unit = 0; unit < sequences * parts; ++unit) {
     const i64 b = unit / parts, first = unit % parts * heads_each, after = std::min(b + threads, sequences - 1);

@@ -56,6 +56,13 @@ struct Heads {
   i64 result_at(i64 head, i64 r) const { return (r / group() * query + head * group() + r % group()) * size; }
 };
 
+// Into how many parts a sequence's heads go: one, unless threads that take whole sequences wait for the others for more than a fifth of
+// their time.
+inline i64 head_parts(i64 sequences, i64 threads, i64 heads) {
+  const i64 rounds = (sequences + threads - 1) / threads;
+  return 4 * rounds * threads <= 5 * sequences ? 1 : heads;
+}
+
 // So many of the sequences have rows, which end before row ends[b]: the others come last.
 inline i64 with_rows(const i64* ends, i64 sequences) {
   while (sequences > 1 && ends[sequences - 1] == ends[sequences - 2]) --sequences;
