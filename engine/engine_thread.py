@@ -37,7 +37,7 @@ class EngineThread:
         """Begin a step; the future is its result. The caller awaits it before the next one."""
         assert self._step_began is None, "one step at a time"
         self._step_began = time.monotonic()
-        others = self._gang.begin(chunks, tells_layers=on_layer is not None)
+        others = self._gang.begin(chunks, tells_layers=on_layer is not None, niceness=self._niceness)
         step = asyncio.get_running_loop().run_in_executor(self._thread, self._run, chunks, on_layer)
         return asyncio.ensure_future(_together(step, others)) if others else step
 

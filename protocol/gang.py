@@ -85,6 +85,8 @@ class RunStep:
     chunks: tuple[StepChunk, ...]
     tells_layers: bool
     """KV of this step is sent while it is computed, so ranks tell of each layer."""
+    niceness: int
+    """Of the thread that computes it, beyond the process's: the first rank's."""
 
 
 @message(54)

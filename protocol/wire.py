@@ -38,7 +38,7 @@ from protocol.sockets import HANDSHAKE_S, LoopSocket, allow_ipv6, client_socket,
 
 log = logging.getLogger(__name__)
 
-WIRE_VERSION = b"tandem/16"
+WIRE_VERSION = b"tandem/17"
 _NONCE_BYTES = 32
 _NOT_KNOWN = b""
 _MAX_UNPROVEN = 1024

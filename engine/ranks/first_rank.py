@@ -6,6 +6,7 @@ connect to the others ──► form the group ──► load this rank's share 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ from configs.facts import Model
 from configs.models import check_draft, draft_facts, resolve_for
 from configs.schema import ClusterConfig, PoolConfig
 from engine.grammar import Grammars
+from engine.niceness import PREFILL_NICENESS, be_nice
 from engine.ranks.gang import Gang
 from engine.ranks.share import load_share, rank_device
 from engine.runner import Runner
@@ -141,13 +143,13 @@ class FirstRankActor(WorkerActor):
 
 
 async def _in_new_thread(work: Callable[..., _Result], *args: Any) -> _Result:
-    """Return what the work returns, done in a thread that ends with it.
+    """Return what the work returns, done in a thread that ends with it, and lets running streams of other workers go first.
 
     OpenMP keeps helpers for each thread that has had loops run by several. Where they are more than the cores, all of them
     sleep between two loops instead of waiting awake, and a step of two threads takes twice as long.
     """
-    thread = ThreadPoolExecutor(1, "load")
+    thread = ThreadPoolExecutor(1, "load", be_nice, (PREFILL_NICENESS,))
     try:
-        return await asyncio.get_running_loop().run_in_executor(thread, work, *args)
+        return await asyncio.get_running_loop().run_in_executor(thread, contextvars.copy_context().run, work, *args)
     finally:
         thread.shutdown(wait=False)

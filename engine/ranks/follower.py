@@ -20,6 +20,7 @@ import torch
 
 from engine.batch import Chunk
 from engine.gpu_checks import uuid_of
+from engine.niceness import be_nice
 from engine.ranks.store import RelayStore
 from engine.ranks.tensor_parallel import TensorParallel, connect
 from engine.runner import Runner
@@ -77,7 +78,8 @@ class Follower:
         self._load = load
         self._lease_s = lease_s
         self._device = device
-        self._engine = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        self._engine = ThreadPoolExecutor(1, "engine")
+        self._niceness = 0
         self._first: bytes | None = None
         """Wire identity of the first rank."""
         self._store: RelayStore | None = None
@@ -166,6 +168,10 @@ class Follower:
         share = self._share
         if share is None:
             raise WorkerLostError(f"rank {self._rank} of {self._size} has no model yet")
+        if message.niceness != self._niceness:  # a thread can't be less nice than it was
+            self._engine.shutdown(wait=False)
+            self._engine = ThreadPoolExecutor(1, "engine", be_nice, (message.niceness,))
+            self._niceness = message.niceness
         await asyncio.get_running_loop().run_in_executor(self._engine, _run_step, share, message)
         return StepDone(message.call_id)
 

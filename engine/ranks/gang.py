@@ -131,9 +131,10 @@ class Gang:
         self.gpus = tuple(answer.gpu for answer in answers)
         return whole_arithmetic([arithmetic, *(answer.arithmetic for answer in answers)])
 
-    def begin(self, chunks: Sequence[Chunk], *, tells_layers: bool) -> list[Awaitable[StepDone]]:
+    def begin(self, chunks: Sequence[Chunk], *, tells_layers: bool, niceness: int) -> list[Awaitable[StepDone]]:
         """Tell the other ranks to execute these chunks. Each returned awaitable ends when its rank has done so, or raises what
-        kept it. `tells_layers`: the first rank tells of its layers as they are computed, and the others do so too.
+        kept it. `tells_layers`: the first rank tells of its layers as they are computed, and the others do so too. They compute
+        with the `niceness` of the first one.
         """
         self._steps += 1
         if not self._callers:
@@ -141,7 +142,7 @@ class Gang:
         step, plan = self._steps, tuple(_plan(chunk) for chunk in chunks)
 
         def build(call_id: int) -> RunStep:
-            return RunStep(call_id, step, plan, tells_layers)
+            return RunStep(call_id, step, plan, tells_layers, niceness)
 
         ranks = range(1, self.size)
         return [asyncio.ensure_future(self.ask(rank, build, StepDone, self._step_s)) for rank in ranks]

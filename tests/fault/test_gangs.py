@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import threading
 import time
 
@@ -238,12 +239,30 @@ def test_a_rank_that_hangs_is_noticed_without_a_step(small_model: ModelFacts, ro
     run(scenario())
 
 
+def test_ranks_are_as_nice_as_the_first(small_model: ModelFacts, reference: Reference) -> None:
+    """Prefill's threads let running streams go first, on all ranks, and no longer when the worker has flipped."""
+
+    async def scenario() -> None:
+        async with run_gangs(small_model, 2, 1) as (workers, ranks):
+            [follower] = ranks[Role.PREFILL].followers
+            router = await workers.router()
+            for number, niceness in enumerate((2, 0)):
+                workers.prefill.core.engine.renice(niceness)
+                prompt = prompt_of(50 + number)
+                assert await router.generate(prompt, greedy(4)) == reference(prompt, 4)
+                there = follower._engine.submit(lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+                own = os.getpriority(os.PRIO_PROCESS, os.getpid())
+                assert await asyncio.wrap_future(there) == own + niceness
+
+    run(scenario())
+
+
 def test_a_rank_ends_when_the_first_is_silent_or_a_step_goes_wrong(small_model: ModelFacts) -> None:
     async def scenario() -> None:
         async with run_gangs(small_model, 2, 2, lease_s=SHORT_S) as (workers, ranks):
             gang = workers.prefill.core.gang
             with pytest.raises(WorkerLostError, match="step 7 came where 1 was due"):
-                await gang.ask(1, lambda call_id: RunStep(call_id, 7, (), tells_layers=False), RunStep, 5)
+                await gang.ask(1, lambda call_id: RunStep(call_id, 7, (), tells_layers=False, niceness=0), RunStep, 5)
             gang._heartbeat_s = 100
             with pytest.raises(ExceptionGroup) as ended:
                 await asyncio.wait_for(ranks[Role.PREFILL].running[0], 10)
