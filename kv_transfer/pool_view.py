@@ -8,7 +8,9 @@ looked at: all of the rank's, or those that travel on one lane (`kv_transfer.sha
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import cached_property
 
 import numpy as np
@@ -115,6 +117,16 @@ class CpuPoolView(PoolView):
         self.rows: list[ByteArray] = [each[:, :, self.first_byte : self.first_byte + self.row_bytes] for each in slots]
         """Each layer as uint8 [2, S, row bytes]."""
         self._bytes = [each.data.cast("B") for each in slots]
+
+    def begin_thread(self) -> None:
+        """Have torch compute with the calling thread alone, here.
+
+        OpenMP keeps helpers for each thread that torch splits a copy in. Those of a lane would be more than there are cores,
+        together with those that compute steps, and all of them would sleep between any two loops of a step.
+        """
+        torch.get_num_threads()  # torch sets the number in each thread that asks for the first time
+        with suppress(OSError):  # where torch was built with another OpenMP
+            ctypes.CDLL("libgomp.so.1").omp_set_num_threads(1)
 
     def halves(self, layer: int, slots: Sequence[slice]) -> Iterator[memoryview]:
         """K and then V of one layer as flat bytes: those of the whole pool if its rows are whole, else of these slots alone."""
