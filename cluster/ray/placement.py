@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping, Sequence
+from fractions import Fraction
+from math import ceil
 
 from cluster.memory import CLUSTER_BYTES, ROUTER_BYTES, WorkerMemory, computes_on_processor, in_gb, tier_bytes
 from configs.machine import memory_bytes
@@ -73,14 +75,22 @@ def unplaceable(config: ClusterConfig, nodes: Sequence[Resources]) -> str | None
 def threads_per_rank(config: ClusterConfig, role: Role, nodes: Sequence[Resources]) -> int:
     """Return the number of cores that one rank computes with, at least 1.
 
-    The ranks of a worker share its cores. These are the configuration's `threads` or, without them, an equal share of all
-    nodes' cores for every worker, but no more than one node has.
+    The ranks of a worker share its cores. These are the configuration's `threads` or, without them, an equal share of the
+    cores of a node, with all workers spread evenly over the nodes that can hold them.
     """
     pool = pool_of(config, role)
-    cores = [int(node.get("CPU", 0.0)) for node in nodes]
-    workers = sum(max(1, pool_of(config, each).workers) for each in Role if config.has_workers(each.value))
-    share = min(sum(cores) // workers, max(cores, default=1))
+    own = _eligible(pool, nodes)
+    on_a_node = Fraction(0)
+    for each in (pool_of(config, each) for each in Role if config.has_workers(each.value)):
+        if (eligible := _eligible(each, nodes)) & own:
+            on_a_node += Fraction(max(1, each.workers), len(eligible))
+    share = max((int(nodes[index].get("CPU", 0.0)) for index in own), default=1) // max(1, ceil(on_a_node))
     return max(1, (pool.threads or share) // pool.tensor_parallel_size)
+
+
+def _eligible(pool: PoolConfig, nodes: Sequence[Resources]) -> set[int]:
+    """The nodes that could hold a worker of this pool if they were empty; all of them, if none could."""
+    return {index for index, node in enumerate(nodes) if _holds(node, _need(pool))} or set(range(len(nodes)))
 
 
 def crowding(config: ClusterConfig, cores: int) -> str | None:

@@ -59,12 +59,27 @@ def test_a_gang_needs_its_resources_on_one_node() -> None:
         (2, 3, [2.0], 1),
         (1, 1, [4.0, 4.0], 4),
         (1, 1, [4.0, 4.0, 4.0], 4),
+        (2, 2, [4.0, 4.0, 4.0], 2),
+        (1, 2, [6.0, 6.0, 6.0], 6),
         (1, 1, [], 1),
     ],
 )
 def test_cores_are_shared_equally(prefill: int, decode: int, nodes: list[float], threads: int) -> None:
     config = ClusterConfig(prefill=PrefillConfig(workers=prefill), decode=DecodeConfig(workers=decode))
     assert threads_per_rank(config, Role.DECODE, [{"CPU": cores} for cores in nodes]) == threads
+
+
+def test_cores_count_only_where_a_worker_can_be() -> None:
+    """A head node has none to share, and nor has a node of the other role."""
+    nodes = [{"CPU": 8.0}, {"CPU": 8.0, "tandem_prefill": 2.0}, {"CPU": 12.0, "tandem_decode": 3.0}]
+    config = ClusterConfig(
+        prefill=PrefillConfig(workers=2, resources={"tandem_prefill": 1.0}),
+        decode=DecodeConfig(workers=3, resources={"tandem_decode": 1.0}),
+    )
+    assert [threads_per_rank(config, role, nodes) for role in (Role.PREFILL, Role.DECODE)] == [4, 4]
+    anywhere = ClusterConfig(prefill=PrefillConfig(workers=2), decode=DecodeConfig(workers=3, resources={"tandem_decode": 1.0}))
+    assert threads_per_rank(anywhere, Role.DECODE, nodes) == 3, "some of the prefill workers may be there, too"
+    assert threads_per_rank(config, Role.DECODE, [{"CPU": 20.0}]) == 4, "a machine that has none of these resources"
 
 
 def test_the_configured_number_of_threads_counts() -> None:
