@@ -137,6 +137,16 @@ _COSTS = (
         "benchmarks.overhead",
         per_processor=True,
     ),
+    Part(
+        "one_arithmetic",
+        "What does it cost that a row has the same bits in any company?",
+        10,
+        "one_arithmetic",
+        SERVING,
+        "benchmarks.one_arithmetic",
+        per_processor=True,
+        keeps_state=True,
+    ),
     Part("handoff", "What does the handoff of KV cost?", 5, "handoff", WORKERS, "benchmarks.handoff"),
     Part(
         "speculation",

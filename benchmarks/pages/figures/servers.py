@@ -53,6 +53,16 @@ def throughput(result: Result, kind: str) -> Sequence[Figure]:
     ]
 
 
+def one_arithmetic(result: Result, kind: str) -> Sequence[Figure]:
+    """Tokens per second with one arithmetic, and beside oneDNN's products."""
+    found = rates(result)
+    ratio = found["one arithmetic"] / found["oneDNN"]
+    return [
+        Figure("output tokens/s with one arithmetic", found["one arithmetic"], digits=0),
+        Figure("tokens/s, one arithmetic / oneDNN's products", ratio, goal=at_least(0.95)),
+    ]
+
+
 def shown_entries(result: Result) -> list[dict[str, Any]]:
     """Return what pages show of a result that is merged from several runs; nothing of another one."""
     return [entry for entry in result.get("entries", ()) if entry["system"] in GOODPUT_SYSTEMS]
@@ -160,6 +170,7 @@ def copies(result: Result, kind: str) -> Sequence[Figure]:
 
 EXTRACT = {
     "throughput": throughput,
+    "one_arithmetic": one_arithmetic,
     "goodput": goodput,
     "interference": interference,
     "overhead": overhead,
