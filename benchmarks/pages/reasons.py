@@ -34,9 +34,6 @@ REASONS: dict[tuple[str, str, str], str] = {
     ("interference_avx512_bf16", "TTFT of the long prompts / vLLM's", "0d79c5a366d0"): (
         "A prefill worker has one of the two cores; vLLM computes a prompt on both."
     ),
-    ("kv_formats_avx512_bf16", "decode of 16 at 1,024 with KV in int8, times as fast", "bb7f1b8c13aa"): (
-        "Attention of both formats became faster, bfloat16's more: it is bound by memory, and int8's by its arithmetic."
-    ),
     ("cache_tier", "cached tokens / the bound for all pools and the tier", "5aba7bd78daf"): _BUSY,
     ("cache_tier", "gap to one ideal cache closed, TTFT p50", "5aba7bd78daf"): _BUSY,
     ("cache_tier", "gap to one ideal cache closed, TTFT p99", "5aba7bd78daf"): _BUSY,

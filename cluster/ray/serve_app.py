@@ -42,8 +42,8 @@ _NEVER_REACHED = 100_000
 _OPEN_REQUESTS = 64
 """Open requests per router to which Serve's autoscaling leads.
 
-A router computes for 88 µs per token (benchmarks/results/overhead_avx512_bf16.md), in one event loop. With 64 streams of 100
-tokens/s each, as GPUs make them, that is 0.56 of a core: beyond that, streams begin to wait for each other.
+A router computes for 114 µs per token (benchmarks/results/overhead_avx512_bf16.md), in one event loop. With 64 streams of 100
+tokens/s each, as GPUs make them, that is 0.73 of a core: beyond that, streams begin to wait for each other.
 """
 _MORE_AFTER_S = 10.0
 _FEWER_AFTER_S = 600.0
