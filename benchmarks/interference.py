@@ -143,7 +143,7 @@ def table(result: dict[str, Any]) -> str:
         failed, sent = (sum(each[figure] for each in found) for figure in ("long_prompts_failed", "long_prompts"))
         cells = [name, quiet, busy, ratio, *others, f"{failed:.0f} of {sent:.0f}", result["settings"][name]]
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", origin(result, "interference")])
+    return "\n".join([*lines, "", origin(result, "interference --peer-env DIR")])
 
 
 if __name__ == "__main__":

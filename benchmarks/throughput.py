@@ -71,7 +71,7 @@ def table(result: dict[str, Any]) -> str:
         ratio = statistics.median(ours["output_tokens_per_s"] / theirs for ours, theirs in pairs)
         times = " | ".join(f"{median(found, figure):.0f} ms" for figure in ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms"))
         lines.append(f"| {name} | {spread(speeds)} | {ratio:.2f} | {times} | {result['settings'][name]} |")
-    return "\n".join([*lines, "", origin(result, "throughput")])
+    return "\n".join([*lines, "", origin(result, "throughput --peer-env DIR")])
 
 
 if __name__ == "__main__":

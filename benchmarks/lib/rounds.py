@@ -62,6 +62,6 @@ def spread(values: Sequence[float], digits: int = 0) -> str:
     return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
-def origin(result: dict[str, Any], script: str) -> str:
-    """Return the last line of a table, which says where its figures come from."""
-    return f"Load average before: {result['load_average_before']:.1f}. Command: `python -m benchmarks.{script} --peer-env DIR`"
+def origin(result: dict[str, Any], command: str) -> str:
+    """Return the last line of a table, which says where its figures come from: which script, with what."""
+    return f"Load average before: {result['load_average_before']:.1f}. Command: `python -m benchmarks.{command}`"
