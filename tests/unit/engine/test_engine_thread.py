@@ -27,7 +27,7 @@ class Asking:
 class Alone:
     """A gang of one."""
 
-    def begin(self, chunks: Sequence[Chunk], *, tells_layers: bool) -> list[Any]:
+    def begin(self, chunks: Sequence[Chunk], *, tells_layers: bool, niceness: int) -> list[Any]:
         return []
 
 
