@@ -8,11 +8,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from engine.batch import Chunk, SampledToken
-from engine.niceness import be_nice
+from engine.niceness import NiceThread
 from engine.ranks.gang import Gang
 from engine.runner import Runner
 
@@ -25,8 +24,7 @@ class EngineThread:
     def __init__(self, runner: Runner, gang: Gang, niceness: int = 0) -> None:
         self._runner = runner
         self._gang = gang
-        self._niceness = niceness
-        self._thread = ThreadPoolExecutor(1, "engine", be_nice, (niceness,))
+        self._thread = NiceThread(niceness)
         self._step_began: float | None = None
         self.steps = 0
         self.busy_s = 0.0
@@ -37,8 +35,8 @@ class EngineThread:
         """Begin a step; the future is its result. The caller awaits it before the next one."""
         assert self._step_began is None, "one step at a time"
         self._step_began = time.monotonic()
-        others = self._gang.begin(chunks, tells_layers=on_layer is not None, niceness=self._niceness)
-        step = asyncio.get_running_loop().run_in_executor(self._thread, self._run, chunks, on_layer)
+        others = self._gang.begin(chunks, tells_layers=on_layer is not None, niceness=self._thread.niceness)
+        step = self._thread.run(self._run, chunks, on_layer)
         return asyncio.ensure_future(_together(step, others)) if others else step
 
     def run(self, work: Callable[[], None]) -> asyncio.Future[None]:
@@ -48,7 +46,7 @@ class EngineThread:
         """
         assert self._step_began is None, "one step at a time"
         self._step_began = time.monotonic()
-        return asyncio.get_running_loop().run_in_executor(self._thread, self._timed, work)
+        return self._thread.run(self._timed, work)
 
     @property
     def step_age_s(self) -> float:
@@ -57,17 +55,12 @@ class EngineThread:
         return 0.0 if began is None else time.monotonic() - began
 
     def renice(self, niceness: int) -> None:
-        """Compute in a thread of another niceness from the next step on. Not while a step runs: a thread can't be less nice
-        than it was, so this is a new one.
-        """
+        """Compute in a thread of another niceness from the next step on. Not while a step runs."""
         assert self._step_began is None, "between two steps"
-        if niceness != self._niceness:
-            self._thread.shutdown(wait=False)
-            self._niceness = niceness
-            self._thread = ThreadPoolExecutor(1, "engine", be_nice, (niceness,))
+        self._thread.renice(niceness)
 
     def close(self) -> None:
-        self._thread.shutdown(wait=False)
+        self._thread.close()
 
     def _run(self, chunks: Sequence[Chunk], on_layer: Callable[[int], None] | None) -> list[SampledToken | None]:
         try:

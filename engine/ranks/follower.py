@@ -12,7 +12,6 @@ import asyncio
 import logging
 from array import array
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,7 @@ import torch
 
 from engine.batch import Chunk
 from engine.gpu_checks import uuid_of
-from engine.niceness import be_nice
+from engine.niceness import NiceThread
 from engine.ranks.store import RelayStore
 from engine.ranks.tensor_parallel import TensorParallel, connect
 from engine.runner import Runner
@@ -78,8 +77,7 @@ class Follower:
         self._load = load
         self._lease_s = lease_s
         self._device = device
-        self._engine = ThreadPoolExecutor(1, "engine")
-        self._niceness = 0
+        self._engine = NiceThread()
         self._first: bytes | None = None
         """Wire identity of the first rank."""
         self._store: RelayStore | None = None
@@ -98,7 +96,7 @@ class Follower:
         finally:
             if self._share is not None:
                 await self._share.close()
-            self._engine.shutdown(wait=False)
+            self._engine.close()
             self._server.close()
 
     async def _watch(self) -> None:
@@ -160,7 +158,7 @@ class Follower:
         def join() -> Share:
             return self._load(connect(store, self._rank, self._size, self._device, self._host, deadline_s))
 
-        share = self._share = await asyncio.get_running_loop().run_in_executor(self._engine, join)
+        share = self._share = await self._engine.run(join)
         pool = share.runner.pool
         return GangJoined(message.call_id, pool.num_blocks, share.runner.arithmetic, uuid_of(pool.data.device))
 
@@ -168,11 +166,8 @@ class Follower:
         share = self._share
         if share is None:
             raise WorkerLostError(f"rank {self._rank} of {self._size} has no model yet")
-        if message.niceness != self._niceness:  # a thread can't be less nice than it was
-            self._engine.shutdown(wait=False)
-            self._engine = ThreadPoolExecutor(1, "engine", be_nice, (message.niceness,))
-            self._niceness = message.niceness
-        await asyncio.get_running_loop().run_in_executor(self._engine, _run_step, share, message)
+        self._engine.renice(message.niceness)
+        await self._engine.run(_run_step, share, message)
         return StepDone(message.call_id)
 
 

@@ -250,9 +250,8 @@ def test_ranks_are_as_nice_as_the_first(small_model: ModelFacts, reference: Refe
                 workers.prefill.core.engine.renice(niceness)
                 prompt = prompt_of(50 + number)
                 assert await router.generate(prompt, greedy(4)) == reference(prompt, 4)
-                there = follower._engine.submit(lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
-                own = os.getpriority(os.PRIO_PROCESS, os.getpid())
-                assert await asyncio.wrap_future(there) == own + niceness
+                there = follower._engine.run(os.getpriority, os.PRIO_PROCESS, 0)
+                assert await there == os.getpriority(os.PRIO_PROCESS, os.getpid()) + niceness
 
     run(scenario())
 
