@@ -18,7 +18,7 @@ import httpx
 from benchmarks.lib.environment import ROOT, write_result
 from benchmarks.lib.journal import add_state, journal_of
 from benchmarks.lib.load import RandomPrompts, bench_options, put_load, warm_up
-from benchmarks.lib.rounds import Round, compare, median, spread
+from benchmarks.lib.rounds import Round, compare, median, origin, round_ratios, spread
 from benchmarks.lib.servers import TANDEM, System, serving
 from configs.schema import DecodeConfig
 
@@ -95,12 +95,10 @@ def table(result: dict[str, Any]) -> str:
     ]
     for name, found in rounds.items():
         speeds = [each["output_tokens_per_s"] for each in found]
-        pairs = zip(speeds, rounds[plain], strict=True)
-        share = statistics.median(speed / other["output_tokens_per_s"] for speed, other in pairs)
+        share = statistics.median(round_ratios(found, rounds[plain], "output_tokens_per_s"))
         times = " | ".join(f"{median(found, figure):.0f} ms" for figure in ("itl_p50_ms", "itl_p99_ms"))
         lines.append(f"| {name} | {spread(speeds)} | {share:.2f} | {times} | {median(found, 'copies'):.0f} |")
-    load = f"Load average before: {result['load_average_before']:.1f}."
-    return "\n".join([*lines, "", f"{load} Command: `python -m benchmarks.copies`"])
+    return "\n".join([*lines, "", origin(result, "copies")])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What one arithmetic costs: `python -m benchmarks.one_arithmetic`, on an idle machine.
+"""What it costs that a row has the same bits in any company: `python -m benchmarks.one_arithmetic`, on an idle machine.
 
 Full servers as in `benchmarks.throughput`, with the products that give a row the same bits in any company, and with oneDNN's,
 which do not, in the same engine. The latter compute with the bfloat16 that the stored weights stand for: oneDNN has no product
@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.lib.environment import ROOT, operators, write_result
 from benchmarks.lib.journal import add_state, journal_of
-from benchmarks.lib.rounds import Round, compare, median, origin, spread
+from benchmarks.lib.rounds import Round, compare, median, origin, round_ratios, spread
 from benchmarks.lib.servers import System, system
 from benchmarks.throughput import PROMPTS, STREAMS, measure
 
@@ -48,16 +48,10 @@ def systems() -> list[System]:
     ]
 
 
-def ratios(rounds: dict[str, list[Round]]) -> list[float]:
-    """Return how many times as many tokens per second one arithmetic makes, by rounds."""
-    pairs = zip(rounds[OURS], rounds[ONEDNN], strict=True)
-    return [ours["output_tokens_per_s"] / other["output_tokens_per_s"] for ours, other in pairs]
-
-
 def table(result: dict[str, Any]) -> str:
     """Markdown."""
     rounds: dict[str, list[Round]] = result["rounds"]
-    found = ratios(rounds)
+    found = round_ratios(rounds[OURS], rounds[ONEDNN], "output_tokens_per_s")
     lines = [
         "# What one arithmetic costs",
         "",

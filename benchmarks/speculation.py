@@ -37,7 +37,7 @@ import httpx
 from benchmarks.lib.environment import ROOT, operators, write_result
 from benchmarks.lib.journal import Journal, add_state, journal_of
 from benchmarks.lib.load import CopyPrompts, RandomPrompts, bench_options, put_load, warm_up
-from benchmarks.lib.rounds import LEAST_PAIRS, Round, compare, interval
+from benchmarks.lib.rounds import LEAST_PAIRS, Round, compare, interval, round_ratios
 from benchmarks.lib.row_times import CONTEXT, DRAFTS, STREAMS, row_name
 from benchmarks.lib.servers import TANDEM, System, serving
 from benchmarks.lib.servers import system as known_system
@@ -192,7 +192,7 @@ def counted(url: str) -> dict[str, float]:
 def gains(rounds: dict[str, list[Round]], workload: str) -> list[float]:
     """How many times as fast tokens came with guesses, by round."""
     plain, ngram = rounds.values()
-    return [one[f"{workload}: tpot_ms"] / other[f"{workload}: tpot_ms"] for one, other in zip(plain, ngram, strict=True)]
+    return round_ratios(plain, ngram, f"{workload}: tpot_ms")
 
 
 def predicted(found: dict[str, Any], workload: str) -> float:

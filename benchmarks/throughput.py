@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.lib.environment import operators, write_result
 from benchmarks.lib.journal import add_state, journal_of
 from benchmarks.lib.load import RandomPrompts, bench_options, put_load, warm_up
-from benchmarks.lib.rounds import Round, compare, median, origin, spread
+from benchmarks.lib.rounds import Round, compare, median, origin, round_ratios, spread
 from benchmarks.lib.servers import System, add_options, chosen, serving
 
 STREAMS = 16
@@ -67,8 +67,7 @@ def table(result: dict[str, Any]) -> str:
     ]
     for name, found in rounds.items():
         speeds = [each["output_tokens_per_s"] for each in found]
-        pairs = zip(rounds[first], speeds, strict=True)
-        ratio = statistics.median(ours["output_tokens_per_s"] / theirs for ours, theirs in pairs)
+        ratio = statistics.median(round_ratios(rounds[first], found, "output_tokens_per_s"))
         times = " | ".join(f"{median(found, figure):.0f} ms" for figure in ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms"))
         lines.append(f"| {name} | {spread(speeds)} | {ratio:.2f} | {times} | {result['settings'][name]} |")
     return "\n".join([*lines, "", origin(result, "throughput --peer-env DIR")])

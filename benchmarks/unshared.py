@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.lib.environment import ROOT, operators, write_result
 from benchmarks.lib.journal import add_state, journal_of
 from benchmarks.lib.load import RandomPrompts, bench_options, put_load, warm_up
-from benchmarks.lib.rounds import Round, compare, interval, spread
+from benchmarks.lib.rounds import Round, compare, interval, origin, round_ratios, spread
 from benchmarks.lib.servers import TANDEM, System, serving
 
 STREAMS = 16
@@ -71,7 +71,7 @@ async def measure(system: System, options: argparse.Namespace, seed: int) -> Rou
 def ratios(rounds: dict[str, list[Round]], figure: str) -> list[float]:
     """How many times as long it takes with caches and a tier, by round."""
     without, cached = rounds.values()
-    return [one[figure] / other[figure] for one, other in zip(cached, without, strict=True)]
+    return round_ratios(cached, without, figure)
 
 
 def table(result: dict[str, Any]) -> str:
@@ -92,8 +92,7 @@ def table(result: dict[str, Any]) -> str:
         cost = result["costs"][figure]
         shown = [f"{spread([each[figure] for each in rounds[name]], 2)} {unit}" for name in names]
         lines.append(f"| {title} | {shown[0]} | {shown[1]} | {cost['median']:.3f} | {cost['low']:.3f} to {cost['high']:.3f} |")
-    lines += ["", "Medians, lowest to highest in brackets.", ""]
-    lines += [f"Load average before: {result['load_average_before']:.1f}. Command: `python -m benchmarks.unshared`"]
+    lines += ["", "Medians, lowest to highest in brackets.", "", origin(result, "unshared")]
     return "\n".join(lines)
 
 

@@ -49,6 +49,11 @@ def median(rounds: Sequence[Round], figure: str) -> float:
     return float(statistics.median(each[figure] for each in rounds))
 
 
+def round_ratios(these: Sequence[Round], others: Sequence[Round], figure: str) -> list[float]:
+    """Return how many times as large a figure is in these rounds as in the others, round by round."""
+    return [this[figure] / other[figure] for this, other in zip(these, others, strict=True)]
+
+
 def interval(ratios: Sequence[float]) -> dict[str, float]:
     """Median, and the 95 % interval of the geometric mean."""
     logs = [math.log(ratio) for ratio in ratios]

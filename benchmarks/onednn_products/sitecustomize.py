@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
@@ -25,30 +25,17 @@ class _Finder(MetaPathFinder):
             return None
         sys.meta_path.remove(self)
         spec = find_spec(name)
-        assert spec is not None
-        assert spec.loader is not None
-        spec.loader = _Changing(spec.loader)
+        loader: Any = None if spec is None else spec.loader
+        load = loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            load(module)
+            for matrix in (module.QuantizedMatrix, module.DenseMatrix):
+                matrix.__call__ = lambda self, x_TI: _multiply(self, x_TI, self._library.dtype)
+                matrix.logits = lambda self, x_TI: _multiply(self, x_TI, module.torch.float32)
+
+        loader.exec_module = exec_module
         return spec
-
-
-class _Changing(Loader):
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        for matrix in (module.QuantizedMatrix, module.DenseMatrix):
-            matrix.__call__ = lambda self, x_TI: _multiply(self, x_TI, self._library.dtype)
-            matrix.logits = lambda self, x_TI: _multiply(self, x_TI, _float32())
-
-
-def _float32() -> Any:
-    import torch
-
-    return torch.float32
 
 
 def _multiply(matrix: Any, x_TI: Any, dtype: Any) -> Any:
