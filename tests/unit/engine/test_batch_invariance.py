@@ -29,6 +29,7 @@ from engine.native.build import load_library
 from engine.native.matrix import NativeLinear
 from engine.operators.native_step import NativeStep
 from engine.operators.torch_step import TorchStep
+from tests.torch_threads import torch_threads
 
 OPERATORS = "torch" if (built := load_library(torch.float32)) is None else built.arithmetic
 """Those for float32 on this machine."""
@@ -38,10 +39,8 @@ DTYPES = [torch.float32, torch.bfloat16]
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """torch's attention keeps a row's bits with one thread only."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with torch_threads(1):
+        yield
 
 
 def exact(x_TI: Tensor) -> Tensor:

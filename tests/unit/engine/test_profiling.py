@@ -34,6 +34,7 @@ from engine.profiling.measure import ROWS, measure_product, profile_here
 from engine.profiling.products import Product, products_of
 from protocol.sampling import SamplingParams
 from tests.tiny_models import tiny_facts
+from tests.torch_threads import torch_threads
 from tests.unit.engine.conftest import WIDE, SmallModel
 
 ALIKE = load_alike(torch.bfloat16)
@@ -83,10 +84,8 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """Several threads that wait for each other are held up for milliseconds where something else computes."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with torch_threads(1):
+        yield
 
 
 @NATIVE

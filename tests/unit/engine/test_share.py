@@ -86,7 +86,7 @@ def test_a_worker_is_named_by_what_it_has_loaded(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are told apart by /proc")
 def test_no_helper_of_openmp_is_left_when_a_worker_is_loaded() -> None:
-    """With more helpers than cores, all of them sleep between two loops of a step: with two threads it took twice as long."""
+    """With more helpers than cores, all of them sleep between two loops of a step, which takes much longer then."""
     ended = subprocess.run([sys.executable, "-c", _LOADS], capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == "helpers: 0\n"

@@ -16,6 +16,7 @@ from engine.scoring import PromptScores
 from protocol.errors import ConfigError
 from protocol.messages.workers import VARIES
 from protocol.sampling import SamplingParams
+from tests.torch_threads import torch_threads
 from tests.unit.engine.conftest import SCALINGS, WINDOWS
 
 KINDS = ("llama", "llama-tied", "qwen2", "qwen3", *SCALINGS, *WINDOWS)
@@ -95,10 +96,8 @@ def test_batch_equals_alone(runner: Any, generate: Any) -> None:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with torch_threads(1):
+        yield
 
 
 @pytest.mark.usefixtures("one_thread")

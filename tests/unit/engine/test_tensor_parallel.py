@@ -21,6 +21,7 @@ from engine.ranks import tensor_parallel
 from engine.ranks.tensor_parallel import connect
 from protocol.errors import ConfigError, WorkerLostError
 from protocol.sampling import SamplingParams
+from tests.torch_threads import torch_threads
 from tests.unit.engine.gangs import CPU, HOST, AddressBook, ThreadGang, connect_threads, in_threads, process_gang
 
 FLOAT32: dict[str, Any] = {"dtype": "float32", "block_size": 8, "num_kv_tokens": 2048}
@@ -47,10 +48,8 @@ def logprobs(answers: list[list[SampledToken]]) -> torch.Tensor:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with torch_threads(1):
+        yield
 
 
 # -- the same answers -------------------------------------------------------------------------------------------------

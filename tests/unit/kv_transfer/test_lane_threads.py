@@ -10,15 +10,14 @@ import pytest
 import torch
 
 from kv_transfer.lanes import view_of
+from tests.torch_threads import torch_threads
 from tests.unit.kv_transfer.two_ends import pool
 
 
 @pytest.fixture
 def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
+    with torch_threads(2):
+        yield
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="torch has another OpenMP elsewhere")
