@@ -133,7 +133,7 @@ class ForwardBatch:
 
     @property
     def all_sampled(self) -> bool:
-        """Whether the logits of every row are wanted: then no row belongs to the middle of a prompt."""
+        """Whether every row of the batch is sampled from, so that none belongs to the middle of a prompt."""
         return len(self.sampled_chunks) == len(self.token_ids_T)
 
     @property

@@ -86,7 +86,7 @@ class RunStep:
     tells_layers: bool
     """KV of this step is sent while it is computed, so ranks tell of each layer."""
     niceness: int
-    """Of the thread that computes it, beyond the process's: the first rank's."""
+    """How much nicer than its process the thread is that computes the step: on every rank as on the first."""
 
 
 @message(54)

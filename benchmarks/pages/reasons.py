@@ -66,8 +66,7 @@ REASONS: dict[tuple[str, str, str], str] = {
         "and 8 streams it is 0.98 and 0.95."
     ),
     ("speculation_avx512_bf16", "random text, times as fast, lowest end of 95 %, 2 threads", "3e909d5bb8f3"): (
-        "Prefill, both threads of decode, router and client take turns on two cores. Requests that opt out take as long in the "
-        "same cluster."
+        "Prefill, both threads of decode, router and client take turns on two cores."
     ),
 }
 """By the name of the result, that of the figure, and the commit."""

@@ -146,7 +146,7 @@ async def _in_new_thread(work: Callable[..., _Result], *args: Any) -> _Result:
     """Return what the work returns, done in a thread that ends with it, and lets running streams of other workers go first.
 
     OpenMP keeps helpers for each thread that has had loops run by several. Where they are more than the cores, all of them
-    sleep between two loops instead of waiting awake, and a step of two threads takes twice as long.
+    sleep between two loops instead of waiting awake, and steps take much longer.
     """
     thread = ThreadPoolExecutor(1, "load", be_nice, (PREFILL_NICENESS,))
     try:
