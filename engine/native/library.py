@@ -31,8 +31,8 @@ OUTPUT_MULTIPLE = 16
 NO_WINDOW = 1 << 62
 """Tokens that a token sees where there is no sliding window: more than there are."""
 
-_FEW_ROWS = 16
-"""Rows of a key/value head that look at a context as it is read: `kFewRows` of avx512_bf16/context.h."""
+_ROWS_AS_READ = 16
+"""Rows of a key/value head that look at a context as it is read: `kAsRead` of avx512_bf16/common.h."""
 
 
 def few_tokens(group: int) -> int:
@@ -40,7 +40,7 @@ def few_tokens(group: int) -> int:
 
     A key/value head has `group` query heads.
     """
-    return max(1, _FEW_ROWS // group)
+    return max(1, _ROWS_AS_READ // group)
 
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float

@@ -7,7 +7,7 @@
 // The inputs are the other factor, so each tile of results has a row for each output, too, and is turned over at the end.
 
 #include "common.h"
-#include <context.h>
+#include <lines.h>
 #include <multiply.h>
 #include <record.h>
 #include <transpose.h>

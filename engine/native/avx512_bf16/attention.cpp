@@ -9,6 +9,7 @@
 // calculation for softmax", 2018, and Dao et al., "FlashAttention", 2022. Scores are logarithms to the base of two.
 
 #include <context.h>
+#include <lines.h>
 #include <multiply.h>
 #include <packing.h>
 #include <scores.h>
@@ -256,7 +257,7 @@ template <i64 kSize>
 void prefill(const bf16* qkv, const bf16* keys, const bf16* values, const i64* table, bf16* out, i64 start, i64 tokens, const Heads& heads,
              i64 block_size, i64 window, float scale, i64 threads) {
   const i64 length = start + tokens;
-  if (tokens * heads.group() <= kFewRows)
+  if (tokens * heads.group() <= kAsRead)
     return decode<kSize>(qkv, keys, values, table, 0, &length, &tokens, out, 1, heads, block_size, window, scale, threads);
   const Context<bf16> context{keys, values, table, block_size, heads.key_value * kSize};
   const i64 padded = (length + kColumns - 1) / kColumns * kColumns;

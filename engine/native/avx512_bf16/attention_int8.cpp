@@ -4,8 +4,9 @@
 // for. Queries, and the weights of a chunk times the scales of its values, are rounded to sixteen bits. Sums of whole numbers
 // are exact, so their order does not matter. Everything else is as in attention.cpp.
 
-#include "context.h"
 #include "whole_numbers.h"
+#include <context.h>
+#include <lines.h>
 #include <transpose.h>
 
 #include <cmath>
@@ -308,7 +309,7 @@ void prefill_attention_int8(const bf16* qkv, const byte* keys, const byte* value
                            i64 threads) {
   const Heads heads{num_heads, num_kv_heads, size};
   const i64 length = start + tokens;
-  if (tokens * heads.group() <= kFewRows)
+  if (tokens * heads.group() <= kAsRead)
     return decode_attention_int8(qkv, keys, values, table, 0, &length, &tokens, out, 1, num_heads, num_kv_heads, size, block_size, window,
                                  scale, threads);
   const Context<byte> context{keys, values, table, block_size, num_kv_heads * (size + kScale)};

@@ -13,7 +13,10 @@
 using bf16 = uint16_t;
 using i64 = int64_t;
 
-constexpr i64 kVector = 16;  // float32 values in a register
+constexpr i64 kVector = 16;      // float32 values in a register
+constexpr i64 kChunk = 128;      // tokens of context whose scores are held at once
+constexpr i64 kTileTokens = 16;  // tokens of a prompt that go through the context together
+constexpr i64 kAsRead = 16;      // rows that look at a context as it is read; for more it is packed first
 
 inline __m512 load(const bf16* p) {
   const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));

@@ -4,61 +4,43 @@
 // [slots, K, H], once for keys and once for values; token t of a sequence lies in slot
 // table[t / block_size] * block_size + t % block_size.
 //
-// Prompts and single tokens go one way. The context is read in chunks of fixed places, whose keys and values become
-// float32 once for all rows that see them. Each row keeps a running maximum and total, as in Milakov and Gimelshein,
+// Prompts and single tokens go one way. The context is read in chunks of fixed places: keys of all heads, then values, as they lie in
+// blocks, while what comes next is brought near. They become float32 once for all rows that see them, but values are multiplied as
+// they lie where these are few. Each row keeps a running maximum and total, as in Milakov and Gimelshein,
 // "Online normalizer calculation for softmax", 2018, and Dao et al., "FlashAttention", 2022. Scores are logarithms to the
 // base of two.
 //
 // A pool of eight bits is [slots, K, H + 2] bytes: bytes.h has what they stand for.
 
 #include "bytes.h"
+#include <context.h>
 #include <lines.h>
 
 #include <algorithm>
-#include <limits>
 #include <type_traits>
 
 namespace {
 
-constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
-constexpr i64 kChunk = 64;       // tokens of context that are held as float32
 constexpr i64 kTileTokens = 32;  // tokens of a prompt that go through the context together
 constexpr i64 kRows = 3;         // rows that look at a chunk together
 constexpr i64 kAtOnce = 4;       // registers of each row's sums
+constexpr i64 kAsRead = 6;       // rows that multiply values as they lie; for more they become float32 first
 static_assert(kChunk % (kAtOnce * kVector) == 0);
 
-struct Heads {
-  i64 query, key_value, size;
-  i64 group() const { return query / key_value; }
-  i64 row() const { return (query + 2 * key_value) * size; }
-};
-
-// A sequence in a layer's pool, whose values are S: the type that is computed in, or bytes.
+// How many lines are brought near with each step of a product: so many that the next chunk is near in time.
 template <typename S>
-struct Context {
-  const S *keys, *values;
-  const i64* table;
-  i64 block_size, stride;  // stride between tokens: K heads of head_width<S> values
+constexpr int kBeside = (sizeof(S) + 1) / 2;
 
-  i64 offset(i64 token) const { return (table[token / block_size] * block_size + token % block_size) * stride; }
-};
-
-// A chunk of one head's context: keys as [H][kChunk], values as [kChunk][H].
-struct Chunk {
-  const float *keys, *values;
-};
-
-// Rows of queries that look at one key/value head, and what they have found so far.
+// Rows of queries that look at key/value heads, and what they have found so far.
 struct Rows {
-  Lines<float> queries, sums, largest, totals, keys, values;
+  Lines<float> queries, scores, sums, largest, totals;
 
   void begin(i64 count, i64 size) {
     queries.resize(count * size);
+    scores.resize(count * kChunk);
     sums.assign(count * size, 0.0f);
     largest.assign(count, kMinusInfinity);
     totals.assign(count, 0.0f);
-    keys.resize(kChunk * size);
-    values.resize(kChunk * size);
   }
 };
 
@@ -87,55 +69,85 @@ inline Vector scales_of(const S* heads, const i64* offsets, i64 count, i64 size)
   return load(scales);
 }
 
-// A head of `size` values becomes float32.
+// Some values of a head in float32, which are multiplied by `scale` if they are bytes.
 template <typename S>
-inline void widen_head(const S* head, i64 size, float* to) {
-  for (i64 h = 0; h < size; h += kVector) store(to + h, load(head + h));
+inline Vector widen(const S* values, Vector) {
+  return load(values);
 }
-inline void widen_head(const byte* head, i64 size, float* to) {
-  const Vector scale = all(scale_of(head, size));
-  for (i64 h = 0; h < size; h += kVector) store(to + h, value_of(load(head + h), scale));
-}
+inline Vector widen(const byte* values, Vector scale) { return value_of(load(values), scale); }
 
-// Tokens [begin, begin + count) of one head become float32. Beyond them lie zeros and what was there before: nobody looks at
-// it. Has the chunk behind it brought near, as far as `length`: blocks lie anywhere, so the processor can't guess where.
+// The scale of a head, in all lanes. Only bytes have one.
 template <typename S>
-void widen(const Context<S>& context, i64 head, i64 size, i64 begin, i64 count, i64 length, float* keys, float* values) {
-  constexpr i64 kPerWord = sizeof(float) / sizeof(S), kLine = 64 / sizeof(S);
-  const i64 own = head * head_width<S>(size);
-  i64 offsets[kChunk];
-  for (i64 t = 0; t < count; ++t) offsets[t] = context.offset(begin + t) + own;
-  for (i64 t = begin + kChunk, end = std::min(length, t + kChunk); t < end; ++t)
-    for (i64 h = 0, at = context.offset(t) + own; h < head_width<S>(size); h += kLine) {
-      _mm_prefetch(reinterpret_cast<const char*>(context.keys + at + h), _MM_HINT_T1);
-      _mm_prefetch(reinterpret_cast<const char*>(context.values + at + h), _MM_HINT_T1);
-    }
+inline Vector scale_of_all(const S*, i64) {
+  return Vector();
+}
+inline Vector scale_of_all(const byte* head, i64 size) { return all(scale_of(head, size)); }
+
+// One head's keys of `count` tokens, which lie at `offsets`, become float32: [H][kChunk]. Beyond them lie zeros and what was there
+// before: nobody looks at it. Brings as much near meanwhile.
+template <typename S>
+void widen_keys(const S* keys, i64 size, const i64* offsets, i64 count, float* to, Ahead& ahead) {
+  constexpr i64 kPerWord = sizeof(float) / sizeof(S);
   for (i64 t = 0; t < count; t += kVector) {
-    const Vector scales = scales_of(context.keys, offsets + t, count - t, size);
+    const Vector scales = scales_of(keys, offsets + t, count - t, size);
     for (i64 h = 0; h < size; h += kVector * kPerWord) {
       Words words[kVector];
-      for (i64 i = 0; i < kVector; ++i) words[i] = t + i < count ? load_words(context.keys + offsets[t + i] + h) : Words();
+      for (i64 i = 0; i < kVector; ++i) words[i] = t + i < count ? load_words(keys + offsets[t + i] + h) : Words();
       transpose(words);
-      put_columns(words, context.keys, scales, keys + h * kChunk + t);
+      put_columns(words, keys, scales, to + h * kChunk + t);
+      ahead.bring<kBeside<S>>();
     }
   }
-  for (i64 t = 0; t < count; ++t) widen_head(context.values + offsets[t], size, values + t * size);
 }
 
-// C[R, columns] += A[R, depth] B[depth, columns], one after the other over the depth. Columns: a multiple of kAtOnce registers.
-template <int R>
-void multiply(const float* a, i64 lda, i64 depth, const float* b, i64 ldb, i64 columns, float* c, i64 ldc) {
+// The same with its values: [kChunk][H].
+template <typename S>
+void widen_values(const S* values, i64 size, const i64* offsets, i64 count, float* to, Ahead& ahead) {
+  for (i64 t = 0; t < count; ++t, to += size) {
+    const Vector scale = scale_of_all(values + offsets[t], size);
+    for (i64 h = 0; h < size; h += kVector) store(to + h, widen(values + offsets[t] + h, scale));
+    ahead.bring<kBeside<S>>();
+  }
+}
+
+// C[R, columns] (+)= A[R, depth] B[depth, columns], one after the other over the depth. Columns: a multiple of kAtOnce registers.
+// Calls `meanwhile` at each step.
+template <int R, bool kAdd, typename Meanwhile>
+void multiply(const float* a, i64 lda, i64 depth, const float* b, i64 ldb, i64 columns, float* c, i64 ldc, const Meanwhile& meanwhile) {
   for (i64 j = 0; j < columns; j += kAtOnce * kVector, b += kAtOnce * kVector, c += kAtOnce * kVector) {
-    Vector acc[R][kAtOnce];
-    for (int r = 0; r < R; ++r)
-      for (int z = 0; z < kAtOnce; ++z) acc[r][z] = load(c + r * ldc + z * kVector);
-    for (i64 k = 0; k < depth; ++k)
+    Vector acc[R][kAtOnce] = {};
+    if constexpr (kAdd)
+      for (int r = 0; r < R; ++r)
+        for (int z = 0; z < kAtOnce; ++z) acc[r][z] = load(c + r * ldc + z * kVector);
+    for (i64 k = 0; k < depth; ++k) {
       for (int z = 0; z < kAtOnce; ++z) {
         const Vector column = load(b + k * ldb + z * kVector);
         for (int r = 0; r < R; ++r) acc[r][z] = multiply_add(column, all(a[r * lda + k]), acc[r][z]);
       }
+      meanwhile();
+    }
     for (int r = 0; r < R; ++r)
       for (int z = 0; z < kAtOnce; ++z) store(c + r * ldc + z * kVector, acc[r][z]);
+  }
+}
+
+// sums[R, H] += weights[R, count] times the values of as many tokens, which lie at `offsets`. Calls `meanwhile` at each step.
+template <int R, typename S, typename Meanwhile>
+void add_values(const float* weights, i64 count, const S* values, const i64* offsets, i64 size, float* sums, const Meanwhile& meanwhile) {
+  for (i64 h = 0; h < size; h += kAtOnce * kVector) {
+    Vector acc[R][kAtOnce];
+    for (int r = 0; r < R; ++r)
+      for (int z = 0; z < kAtOnce; ++z) acc[r][z] = load(sums + r * size + h + z * kVector);
+    for (i64 t = 0; t < count; ++t) {
+      const Vector scale = scale_of_all(values + offsets[t], size);
+      for (int z = 0; z < kAtOnce; ++z) {
+        const Vector value = widen(values + offsets[t] + h + z * kVector, scale);
+        for (int r = 0; r < R; ++r) acc[r][z] = multiply_add(value, all(weights[r * kChunk + t]), acc[r][z]);
+      }
+      meanwhile();
+    }
+    for (int r = 0; r < R; ++r)
+      for (int z = 0; z < kAtOnce; ++z) store(sums + r * size + h + z * kVector, acc[r][z]);
   }
 }
 
@@ -145,7 +157,8 @@ inline float weigh(float* scores, i64 count, i64 hidden, float scale, float& lar
   for (i64 t = 0; t < hidden; ++t) scores[t] = kMinusInfinity;
   Vector top = all(kMinusInfinity);
   for (i64 t = 0; t < count; t += kVector) {
-    const Vector seen = first_lanes(load(scores + t) * all(scale), count - t, kMinusInfinity);
+    Vector seen = load(scores + t) * all(scale);
+    if (count - t < kVector) seen = first_lanes(seen, count - t, kMinusInfinity);
     store(scores + t, seen);
     top = larger(seen, top);
   }
@@ -162,53 +175,73 @@ inline float weigh(float* scores, i64 count, i64 hidden, float scale, float& lar
   return shrink;
 }
 
-// Let R rows look at the first `count` tokens of a chunk, but for the first `hidden` of them.
-template <int R>
-void look(Rows& rows, i64 first, i64 size, i64 count, i64 hidden, const Chunk& chunk, float scale) {
-  alignas(64) float scores[R * kChunk] = {};
-  float* sums = &rows.sums[first * size];
+// Find the weights of a chunk's first `count` tokens, but for the first `hidden` of them, for R rows. `keys`: [H][kChunk].
+template <int R, typename Meanwhile>
+void look(Rows& rows, i64 first, i64 size, i64 count, i64 hidden, const float* keys, float scale, const Meanwhile& meanwhile) {
+  float *scores = &rows.scores[first * kChunk], *sums = &rows.sums[first * size];
   const i64 columns = (count + kAtOnce * kVector - 1) / (kAtOnce * kVector) * kAtOnce * kVector;
-  multiply<R>(&rows.queries[first * size], size, size, chunk.keys, kChunk, columns, scores, kChunk);
+  multiply<R, false>(&rows.queries[first * size], size, size, keys, kChunk, columns, scores, kChunk, meanwhile);
   for (int r = 0; r < R; ++r) {
     const float shrink = weigh(scores + r * kChunk, count, hidden, scale, rows.largest[first + r], rows.totals[first + r]);
     if (shrink != 1.0f)
       for (i64 h = 0; h < size; h += kVector) store(sums + r * size + h, load(sums + r * size + h) * all(shrink));
   }
-  multiply<R>(scores, kChunk, count, chunk.values, size, size, sums, size);
 }
 
-// Let the query heads of one key/value head of tokens [0, tokens) attend, of which token t sees `first_visible` + t tokens, or
-// the last `window` of them.
+// Let `tokens` tokens attend, of which token t sees `first_visible` + t tokens, or the last `window` of them: the query heads of
+// key/value heads [first, last). `qkv` and `out` are the rows of these tokens. `after` is the context that is likely to be wanted next.
 template <typename T, typename S>
-void attend(const T* qkv, const Context<S>& context, i64 tokens, i64 first_visible, i64 window, i64 head, const Heads& heads, float scale, T* out) {
+void attend(const T* qkv, const Context<S>& context, i64 tokens, i64 first_visible, i64 window, const Heads& heads, i64 first, i64 last,
+            float scale, T* out, const Context<S>& after, i64 after_length) {
   static thread_local Rows rows;
-  const i64 group = heads.group(), size = heads.size, count = tokens * group;
-  rows.begin(count, size);
-  for (i64 r = 0; r < count; ++r) {
-    const T* query = qkv + r / group * heads.row() + (head * group + r % group) * size;
-    for (i64 h = 0; h < size; h += kVector) store(&rows.queries[r * size + h], load(query + h));
-  }
-  const Chunk chunk{rows.keys.data(), rows.values.data()};
+  static thread_local Lines<float> widened;
+  const i64 group = heads.group(), size = heads.size, width = head_width<S>(size), each = tokens * group;
   const i64 length = first_visible + tokens - 1;
-  for (i64 begin = std::max<i64>(0, first_visible - window) / kChunk * kChunk; begin < length; begin += kChunk) {
-    widen(context, head, size, begin, std::min(kChunk, length - begin), length, rows.keys.data(), rows.values.data());
-    for (i64 t = std::max<i64>(0, begin + 1 - first_visible); t < tokens; ++t) {
-      const i64 seen = std::min(kChunk, first_visible + t - begin), hidden = first_visible + t - window - begin;
-      if (hidden >= seen) break;  // neither does a later token see anything of it
-      for (i64 r = 0; r < group; r += kRows) {
-        const i64 first = t * group + r;
-        switch (std::min(kRows, group - r)) {
-          case 1: look<1>(rows, first, size, seen, hidden, chunk, scale); break;
-          case 2: look<2>(rows, first, size, seen, hidden, chunk, scale); break;
-          default: look<kRows>(rows, first, size, seen, hidden, chunk, scale); break;
-        }
+  const bool few = each <= kAsRead;
+  rows.begin((last - first) * each, size);
+  widened.resize(kChunk * size);
+  float* const wide = widened.data();
+  for (i64 head = first; head < last; ++head)
+    for (i64 r = 0; r < each; ++r)
+      for (i64 h = 0; h < size; h += kVector)
+        store(&rows.queries[((head - first) * each + r) * size + h], load(qkv + heads.query_at(head, r) + h));
+  i64 offsets[kChunk];
+  for (i64 begin = first_chunk(first_visible, window); begin < length; begin += kChunk) {
+    const i64 count = std::min(kChunk, length - begin);
+    context.locate(begin, begin + count, offsets);
+    Ahead ahead;
+    ahead.add(context, first * width, (last - first) * width, begin, length, after, after_length);
+    const auto meanwhile = [&] { ahead.bring<kBeside<S>>(); };
+    // Calls `use` with up to kRows rows that see something, how many they are, how many tokens they see, and how many not of these.
+    const auto for_rows = [&](i64 head, const auto& use) {
+      for (i64 t = std::max<i64>(0, begin + 1 - first_visible); t < tokens; ++t) {
+        const i64 seen = std::min(kChunk, first_visible + t - begin), hidden = first_visible + t - window - begin;
+        if (hidden >= seen) break;  // neither does a later token see anything of it
+        for (i64 r = 0; r < group; r += kRows)
+          with_constant<kRows>(std::min(kRows, group - r), [&](auto some) { use(some, (head - first) * each + t * group + r, seen, hidden); });
       }
+    };
+    for (i64 head = first; head < last; ++head) {
+      widen_keys(context.keys + head * width, size, offsets, count, wide, ahead);
+      for_rows(head, [&](auto some, i64 row, i64 seen, i64 hidden) { look<some>(rows, row, size, seen, hidden, wide, scale, meanwhile); });
+    }
+    for (i64 head = first; head < last; ++head) {
+      const S* values = context.values + head * width;
+      if (!few) widen_values(values, size, offsets, count, wide, ahead);
+      for_rows(head, [&](auto some, i64 row, i64 seen, i64) {
+        const float* weights = &rows.scores[row * kChunk];
+        float* sums = &rows.sums[row * size];
+        if (few)
+          add_values<some>(weights, seen, values, offsets, size, sums, meanwhile);
+        else
+          multiply<some, true>(weights, kChunk, seen, wide, size, size, sums, size, meanwhile);
+      });
     }
   }
-  for (i64 r = 0; r < count; ++r) {
-    T* to = out + r / group * heads.query * size + (head * group + r % group) * size;
-    for (i64 h = 0; h < size; h += kVector) store(to + h, load(&rows.sums[r * size + h]) / all(rows.totals[r]));
-  }
+  for (i64 head = first; head < last; ++head)
+    for (i64 r = 0, row = (head - first) * each; r < each; ++r, ++row)
+      for (i64 h = 0; h < size; h += kVector)
+        store(out + heads.result_at(head, r) + h, load(&rows.sums[row * size + h]) / all(rows.totals[row]));
 }
 
 // Rows [ends[b - 1], ends[b]) of qkv are the last ones of the lengths[b] tokens of sequence b, whose blocks are tables[b, :]. Each attends
@@ -216,14 +249,17 @@ void attend(const T* qkv, const Context<S>& context, i64 tokens, i64 first_visib
 template <typename T, typename S>
 void decode(const T* qkv, const S* keys, const S* values, const i64* tables, i64 table_width, const i64* lengths, const i64* ends, T* out,
             i64 sequences, const Heads& heads, i64 block_size, i64 window, float scale, i64 threads) {
-#pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1)
-  for (i64 unit = 0; unit < sequences * heads.key_value; ++unit) {
-    const i64 b = unit / heads.key_value;
-    const Context<S> context{keys, values, tables + b * table_width, block_size, heads.key_value * head_width<S>(heads.size)};
+  sequences = with_rows(ends, sequences);
+  const i64 parts = head_parts(sequences, threads, heads.key_value), heads_each = heads.key_value / parts;
+#pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1 && sequences * parts > 1)
+  for (i64 unit = 0; unit < sequences * parts; ++unit) {
+    const i64 b = unit / parts, first = unit % parts * heads_each, after = std::min(b + threads, sequences - 1);
+    const auto context = [&](i64 b) {
+      return Context<S>{keys, values, tables + b * table_width, block_size, heads.key_value * head_width<S>(heads.size)};
+    };
     const i64 row = b == 0 ? 0 : ends[b - 1], tokens = ends[b] - row;
-    if (tokens > 0)
-      attend(qkv + row * heads.row(), context, tokens, lengths[b] - tokens + 1, window, unit % heads.key_value, heads, scale * kLog2E,
-             out + row * heads.query * heads.size);
+    attend(qkv + row * heads.row(), context(b), tokens, lengths[b] - tokens + 1, window, heads, first, first + heads_each, scale * kLog2E,
+           out + row * heads.query * heads.size, context(after), after > b && parts == 1 && lengths[after] <= window ? lengths[after] : 0);
   }
 }
 
@@ -236,8 +272,9 @@ void prefill(const T* qkv, const S* keys, const S* values, const i64* table, T* 
 #pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1)
   for (i64 unit = 0; unit < heads.key_value * tiles; ++unit) {
     const i64 begin = (tiles - 1 - unit / heads.key_value) * kTileTokens, count = std::min(kTileTokens, tokens - begin);  // longest first
-    attend(qkv + begin * heads.row(), context, count, start + begin + 1, window, unit % heads.key_value, heads, scale * kLog2E,
-           out + begin * heads.query * heads.size);
+    const i64 head = unit % heads.key_value;
+    attend(qkv + begin * heads.row(), context, count, start + begin + 1, window, heads, head, head + 1, scale * kLog2E,
+           out + begin * heads.query * heads.size, context, 0);
   }
 }
 

@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>
+#include <type_traits>
 
 using bf16 = uint16_t;
 using i64 = int64_t;
@@ -25,6 +26,8 @@ inline float sum(__m256 v) {
   return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
 }
 
+constexpr i64 kChunk = 64;  // tokens of context whose scores are held at once
+
 constexpr float kLog2E = 1.44269504f;
 
 // 2^x for x <= 0, minus infinity included, to a relative error of 2e-7; 0 below 2^-126. 2^n times a minimax polynomial.
@@ -34,4 +37,12 @@ inline Vector power_of_two(Vector x) {
   Vector p = all(1.327647141e-3f);
   for (const float c : {9.675541571e-3f, 5.550713277e-2f, 2.402211972e-1f, 6.931469671e-1f, 1.0f}) p = multiply_add(p, r, all(c));
   return p * power_of_whole(n);
+}
+
+// Call `use` with a constant number of rows, 1 to T, that is `rows`.
+template <int T, typename Use>
+void with_constant(i64 rows, const Use& use) {
+  if constexpr (T > 1)
+    if (rows < T) return with_constant<T - 1>(rows, use);
+  use(std::integral_constant<int, T>());
 }

@@ -5,21 +5,12 @@
 #include <lines.h>
 
 #include <algorithm>
-#include <type_traits>
 
 namespace {
 
 constexpr i64 kGroup = 32;    // inputs
 constexpr i64 kOutputs = 16;  // that are computed together
 static_assert(kTile <= kVector && kGroup % kVector == 0);
-
-// Call `use` with a constant number of rows, 1 to T, that is `rows`.
-template <int T, typename Use>
-void with_constant(i64 rows, const Use& use) {
-  if constexpr (T > 1)
-    if (rows < T) return with_constant<T - 1>(rows, use);
-  use(std::integral_constant<int, T>());
-}
 
 // Sums of rows and 16 outputs, until they are whole.
 struct Results {

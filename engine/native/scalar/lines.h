@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <new>
 #include <vector>
 
@@ -22,3 +23,32 @@ struct OnLines {
 
 template <typename T>
 using Lines = std::vector<T, OnLines<T>>;
+
+// Memory for values that are written before they are read. It only grows, and what was in it is gone then: nothing is copied or
+// filled with zeros. Longer contexts come step by step, so it is larger than need be; the system gives only what is touched.
+template <typename T>
+class Room {
+ public:
+  Room() = default;
+  Room(const Room&) = delete;
+  ~Room() { clear(); }
+
+  T* of(int64_t count) {
+    if (count > size_) {
+      clear();
+      values_ = OnLines<T>().allocate(count + count / 2);
+      size_ = count + count / 2;
+    }
+    return values_;
+  }
+
+ private:
+  void clear() {
+    if (values_) OnLines<T>().deallocate(values_, size_);
+    values_ = nullptr;
+    size_ = 0;
+  }
+
+  T* values_ = nullptr;
+  int64_t size_ = 0;
+};

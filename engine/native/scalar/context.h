@@ -1,8 +1,7 @@
 // The paged context of a sequence, as the attention reads it: where its tokens lie, and what is brought near.
 #pragma once
 
-#include "common.h"
-#include <lines.h>
+#include <common.h>
 #include <near.h>
 
 #include <algorithm>
@@ -11,41 +10,9 @@
 namespace {
 
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
-constexpr i64 kChunk = 128;      // tokens of context whose scores are held at once
-constexpr i64 kTileTokens = 16;  // tokens of a prompt that go through the context together
-constexpr i64 kFewRows = 16;     // rows that look at a context as it is read; for more it is packed first
 
 // The first chunk of which a token sees something that sees the last `window` of the first `length` tokens.
 inline i64 first_chunk(i64 length, i64 window) { return std::max<i64>(0, length - window) / kChunk * kChunk; }
-
-// Memory for values that are written before they are read. It only grows, and what was in it is gone then: nothing is copied or
-// filled with zeros. Longer contexts come step by step, so it is larger than need be; the system gives only what is touched.
-template <typename T>
-class Room {
- public:
-  Room() = default;
-  Room(const Room&) = delete;
-  ~Room() { clear(); }
-
-  T* of(i64 count) {
-    if (count > size_) {
-      clear();
-      values_ = OnLines<T>().allocate(count + count / 2);
-      size_ = count + count / 2;
-    }
-    return values_;
-  }
-
- private:
-  void clear() {
-    if (values_) OnLines<T>().deallocate(values_, size_);
-    values_ = nullptr;
-    size_ = 0;
-  }
-
-  T* values_ = nullptr;
-  i64 size_ = 0;
-};
 
 struct Heads {
   i64 query, key_value, size;
