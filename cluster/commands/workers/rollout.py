@@ -48,15 +48,23 @@ def rollout(
     url: Url = DEFAULT_URL,
     admin_key: AdminKey = None,
     room_s: Annotated[
-        float,
+        float | None,
         typer.Option(
-            "--room", min=0.0, max=LONGEST_S, help="Seconds to wait for one worker more of each role; 0 does without."
+            "--room",
+            min=0.0,
+            max=LONGEST_S,
+            help="Without --config: seconds to wait for one worker more of each role, by default 120; 0 does without.",
         ),
-    ] = 120.0,
+    ] = None,
     wait_s: Annotated[
-        float,
-        typer.Option("--wait", min=0.0, max=LONGEST_S, help="Seconds that one worker may take to drain and to start."),
-    ] = 780.0,
+        float | None,
+        typer.Option(
+            "--wait",
+            min=0.0,
+            max=LONGEST_S,
+            help="Without --config: seconds that one worker may take to drain and to start; by default 780.",
+        ),
+    ] = None,
     config: Annotated[
         Path | None, typer.Option(help="YAML file with what changes for workers: tried on some requests, then taken by all.")
     ] = None,
@@ -76,11 +84,14 @@ def rollout(
 
     A configuration that is worse on its share of the requests is rolled back by itself.
     """
-    tried = {"--canary": canary, "--watch": watch_s, "--min-requests": min_requests}
-    if config is None and (given := [flag for flag, value in tried.items() if value is not None]):
-        raise InvalidRequestError(f"{', '.join(given)}: name the configuration that is tried with --config", param="config")
+    tried = _given({"--canary": canary, "--watch": watch_s, "--min-requests": min_requests})
+    restarts = _given({"--room": room_s, "--wait": wait_s})
+    if config is None and tried:
+        raise InvalidRequestError(f"{tried}: name the configuration that is tried with --config", param="config")
     if config is not None and give_up:
         raise InvalidRequestError("--abort ends the rollout that is under way: leave out --config", param="abort")
+    if restarts and (config is not None or give_up):
+        raise InvalidRequestError(f"{restarts}: only for a rollout without --config and --abort", param="room")
     client = ApiClient(url, admin_key)
     if give_up:
         abort(client)
@@ -90,7 +101,12 @@ def rollout(
         try_config(client, config, share, *least)
     else:
         with undone_when_ended():
-            roll_out(client, room_s, wait_s)
+            roll_out(client, 120.0 if room_s is None else room_s, 780.0 if wait_s is None else wait_s)
+
+
+def _given(flags: Mapping[str, object]) -> str:
+    """The flags that have a value, with commas."""
+    return ", ".join(flag for flag, value in flags.items() if value is not None)
 
 
 def roll_out(client: ApiClient, room_s: float, wait_s: float) -> None:

@@ -75,6 +75,8 @@ def test_the_version_is_printed_alone(monkeypatch: pytest.MonkeyPatch, capsys: p
         (["rollout", "--abort", "--watch", "60"], "--watch: name the configuration"),
         (["rollout", "--abort", "--config", "c.yaml"], "leave out --config"),
         (["rollout", "--config", "c.yaml", "--watch", "nan"], "--watch"),
+        (["rollout", "--config", "c.yaml", "--wait", "60"], "--wait: only for a rollout without --config"),
+        (["rollout", "--abort", "--room", "0", "--wait", "60"], "--room, --wait: only for a rollout without --config"),
         (["rollout", "--wait", "nan"], "--wait"),
         (["rollout", "--room", "nan"], "--room"),
         (["scale", "decode=1", "--wait", "nan"], "--wait"),
