@@ -4,6 +4,7 @@
 // turned over. The operations are those of packed keys, so the bits are, too.
 #pragma once
 
+#include <lines.h>
 #include <packing.h>
 
 namespace {

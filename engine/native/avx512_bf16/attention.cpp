@@ -236,7 +236,7 @@ template <i64 kSize>
 void decode(const bf16* qkv, const bf16* keys, const bf16* values, const i64* tables, i64 table_width, const i64* lengths, const i64* ends,
             bf16* out, i64 sequences, const Heads& heads, i64 block_size, i64 window, float scale, i64 threads) {
   sequences = with_rows(ends, sequences);
-  const i64 parts = head_parts(sequences, threads, heads.key_value), heads_each = heads.key_value / parts;
+  const i64 parts = head_parts(lengths, sequences, window, threads, heads.key_value), heads_each = heads.key_value / parts;
 #pragma omp parallel num_threads(threads) if (threads > 1 && sequences * parts > 1)
   {
     Multiplier multiply;

@@ -292,7 +292,7 @@ void decode_attention_int8(const bf16* qkv, const byte* keys, const byte* values
                            i64 threads) {
   const Heads heads{num_heads, num_kv_heads, size};
   sequences = with_rows(ends, sequences);
-  const i64 parts = head_parts(sequences, threads, num_kv_heads), heads_each = num_kv_heads / parts, stride = num_kv_heads * (size + kScale);
+  const i64 parts = head_parts(lengths, sequences, window, threads, num_kv_heads), heads_each = num_kv_heads / parts, stride = num_kv_heads * (size + kScale);
 #pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1 && sequences * parts > 1)
   for (i64 unit = 0; unit < sequences * parts; ++unit) {
     const i64 b = unit / parts, first = unit % parts * heads_each, after = std::min(b + threads, sequences - 1);

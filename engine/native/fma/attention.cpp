@@ -4,9 +4,9 @@
 // [slots, K, H], once for keys and once for values; token t of a sequence lies in slot
 // table[t / block_size] * block_size + t % block_size.
 //
-// Prompts and single tokens go one way. The context is read in chunks of fixed places: keys of all heads, then values, as they lie in
-// blocks, while what comes next is brought near. They become float32 once for all rows that see them, but values are multiplied as
-// they lie where these are few. Each row keeps a running maximum and total, as in Milakov and Gimelshein,
+// Prompts and single tokens go one way. The context is read in chunks of fixed places, keys before values: those of all heads, unless
+// heads are shared out among threads, as a prompt's are. What comes next is brought near meanwhile. Keys and values become float32
+// once for all rows that see them, but values are multiplied as they lie where these rows are few. Each row keeps a running maximum and total, as in Milakov and Gimelshein,
 // "Online normalizer calculation for softmax", 2018, and Dao et al., "FlashAttention", 2022. Scores are logarithms to the
 // base of two.
 //
@@ -24,12 +24,13 @@ namespace {
 constexpr i64 kTileTokens = 32;  // tokens of a prompt that go through the context together
 constexpr i64 kRows = 3;         // rows that look at a chunk together
 constexpr i64 kAtOnce = 4;       // registers of each row's sums
-constexpr i64 kAsRead = 6;       // rows that multiply values as they lie; for more they become float32 first
+constexpr i64 kFewRows = 6;      // rows that multiply values as they lie; for more they become float32 first
 static_assert(kChunk % (kAtOnce * kVector) == 0);
 
-// How many lines are brought near with each step of a product: so many that the next chunk is near in time.
+// How many lines are brought near with each step of a product, and each part of keys or values that becomes float32. For one token of a
+// group of three, these are about as many as are read.
 template <typename S>
-constexpr int kBeside = (sizeof(S) + 1) / 2;
+constexpr int kBeside = (sizeof(S) * kVector + 15) / 16;
 
 // Rows of queries that look at key/value heads, and what they have found so far.
 struct Rows {
@@ -84,7 +85,7 @@ inline Vector scale_of_all(const S*, i64) {
 inline Vector scale_of_all(const byte* head, i64 size) { return all(scale_of(head, size)); }
 
 // One head's keys of `count` tokens, which lie at `offsets`, become float32: [H][kChunk]. Beyond them lie zeros and what was there
-// before: nobody looks at it. Brings as much near meanwhile.
+// before: nobody looks at it. Brings some lines near meanwhile.
 template <typename S>
 void widen_keys(const S* keys, i64 size, const i64* offsets, i64 count, float* to, Ahead& ahead) {
   constexpr i64 kPerWord = sizeof(float) / sizeof(S);
@@ -111,43 +112,23 @@ void widen_values(const S* values, i64 size, const i64* offsets, i64 count, floa
 }
 
 // C[R, columns] (+)= A[R, depth] B[depth, columns], one after the other over the depth. Columns: a multiple of kAtOnce registers.
-// Calls `meanwhile` at each step.
-template <int R, bool kAdd, typename Meanwhile>
-void multiply(const float* a, i64 lda, i64 depth, const float* b, i64 ldb, i64 columns, float* c, i64 ldc, const Meanwhile& meanwhile) {
-  for (i64 j = 0; j < columns; j += kAtOnce * kVector, b += kAtOnce * kVector, c += kAtOnce * kVector) {
+// `read(k, j)` gives a register of B from row k and column j on. Calls `meanwhile` at each step.
+template <int R, bool kAdd, typename Read, typename Meanwhile>
+void multiply(const float* a, i64 lda, i64 depth, const Read& read, i64 columns, float* c, i64 ldc, const Meanwhile& meanwhile) {
+  for (i64 j = 0; j < columns; j += kAtOnce * kVector, c += kAtOnce * kVector) {
     Vector acc[R][kAtOnce] = {};
     if constexpr (kAdd)
       for (int r = 0; r < R; ++r)
         for (int z = 0; z < kAtOnce; ++z) acc[r][z] = load(c + r * ldc + z * kVector);
     for (i64 k = 0; k < depth; ++k) {
       for (int z = 0; z < kAtOnce; ++z) {
-        const Vector column = load(b + k * ldb + z * kVector);
+        const Vector column = read(k, j + z * kVector);
         for (int r = 0; r < R; ++r) acc[r][z] = multiply_add(column, all(a[r * lda + k]), acc[r][z]);
       }
       meanwhile();
     }
     for (int r = 0; r < R; ++r)
       for (int z = 0; z < kAtOnce; ++z) store(c + r * ldc + z * kVector, acc[r][z]);
-  }
-}
-
-// sums[R, H] += weights[R, count] times the values of as many tokens, which lie at `offsets`. Calls `meanwhile` at each step.
-template <int R, typename S, typename Meanwhile>
-void add_values(const float* weights, i64 count, const S* values, const i64* offsets, i64 size, float* sums, const Meanwhile& meanwhile) {
-  for (i64 h = 0; h < size; h += kAtOnce * kVector) {
-    Vector acc[R][kAtOnce];
-    for (int r = 0; r < R; ++r)
-      for (int z = 0; z < kAtOnce; ++z) acc[r][z] = load(sums + r * size + h + z * kVector);
-    for (i64 t = 0; t < count; ++t) {
-      const Vector scale = scale_of_all(values + offsets[t], size);
-      for (int z = 0; z < kAtOnce; ++z) {
-        const Vector value = widen(values + offsets[t] + h + z * kVector, scale);
-        for (int r = 0; r < R; ++r) acc[r][z] = multiply_add(value, all(weights[r * kChunk + t]), acc[r][z]);
-      }
-      meanwhile();
-    }
-    for (int r = 0; r < R; ++r)
-      for (int z = 0; z < kAtOnce; ++z) store(sums + r * size + h + z * kVector, acc[r][z]);
   }
 }
 
@@ -180,7 +161,8 @@ template <int R, typename Meanwhile>
 void look(Rows& rows, i64 first, i64 size, i64 count, i64 hidden, const float* keys, float scale, const Meanwhile& meanwhile) {
   float *scores = &rows.scores[first * kChunk], *sums = &rows.sums[first * size];
   const i64 columns = (count + kAtOnce * kVector - 1) / (kAtOnce * kVector) * kAtOnce * kVector;
-  multiply<R, false>(&rows.queries[first * size], size, size, keys, kChunk, columns, scores, kChunk, meanwhile);
+  const auto read = [&](i64 h, i64 t) { return load(keys + h * kChunk + t); };
+  multiply<R, false>(&rows.queries[first * size], size, size, read, columns, scores, kChunk, meanwhile);
   for (int r = 0; r < R; ++r) {
     const float shrink = weigh(scores + r * kChunk, count, hidden, scale, rows.largest[first + r], rows.totals[first + r]);
     if (shrink != 1.0f)
@@ -197,7 +179,7 @@ void attend(const T* qkv, const Context<S>& context, i64 tokens, i64 first_visib
   static thread_local Lines<float> widened;
   const i64 group = heads.group(), size = heads.size, width = head_width<S>(size), each = tokens * group;
   const i64 length = first_visible + tokens - 1;
-  const bool few = each <= kAsRead;
+  const bool few = each <= kFewRows;
   rows.begin((last - first) * each, size);
   widened.resize(kChunk * size);
   float* const wide = widened.data();
@@ -212,7 +194,8 @@ void attend(const T* qkv, const Context<S>& context, i64 tokens, i64 first_visib
     Ahead ahead;
     ahead.add(context, first * width, (last - first) * width, begin, length, after, after_length);
     const auto meanwhile = [&] { ahead.bring<kBeside<S>>(); };
-    // Calls `use` with up to kRows rows that see something, how many they are, how many tokens they see, and how many not of these.
+    // Calls `use` for up to kRows rows that see something: with their number, the first one, how many tokens they see up to, and how
+    // many of these they don't see.
     const auto for_rows = [&](i64 head, const auto& use) {
       for (i64 t = std::max<i64>(0, begin + 1 - first_visible); t < tokens; ++t) {
         const i64 seen = std::min(kChunk, first_visible + t - begin), hidden = first_visible + t - window - begin;
@@ -222,19 +205,21 @@ void attend(const T* qkv, const Context<S>& context, i64 tokens, i64 first_visib
       }
     };
     for (i64 head = first; head < last; ++head) {
-      widen_keys(context.keys + head * width, size, offsets, count, wide, ahead);
+      widen_keys(context.of_head(head, width).keys, size, offsets, count, wide, ahead);
       for_rows(head, [&](auto some, i64 row, i64 seen, i64 hidden) { look<some>(rows, row, size, seen, hidden, wide, scale, meanwhile); });
     }
     for (i64 head = first; head < last; ++head) {
-      const S* values = context.values + head * width;
+      const S* values = context.of_head(head, width).values;
       if (!few) widen_values(values, size, offsets, count, wide, ahead);
       for_rows(head, [&](auto some, i64 row, i64 seen, i64) {
         const float* weights = &rows.scores[row * kChunk];
         float* sums = &rows.sums[row * size];
+        const auto as_they_lie = [&](i64 t, i64 h) { return widen(values + offsets[t] + h, scale_of_all(values + offsets[t], size)); };
+        const auto widened = [&](i64 t, i64 h) { return load(wide + t * size + h); };
         if (few)
-          add_values<some>(weights, seen, values, offsets, size, sums, meanwhile);
+          multiply<some, true>(weights, kChunk, seen, as_they_lie, size, sums, size, meanwhile);
         else
-          multiply<some, true>(weights, kChunk, seen, wide, size, size, sums, size, meanwhile);
+          multiply<some, true>(weights, kChunk, seen, widened, size, sums, size, meanwhile);
       });
     }
   }
@@ -250,7 +235,7 @@ template <typename T, typename S>
 void decode(const T* qkv, const S* keys, const S* values, const i64* tables, i64 table_width, const i64* lengths, const i64* ends, T* out,
             i64 sequences, const Heads& heads, i64 block_size, i64 window, float scale, i64 threads) {
   sequences = with_rows(ends, sequences);
-  const i64 parts = head_parts(sequences, threads, heads.key_value), heads_each = heads.key_value / parts;
+  const i64 parts = head_parts(lengths, sequences, window, threads, heads.key_value), heads_each = heads.key_value / parts;
 #pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1 && sequences * parts > 1)
   for (i64 unit = 0; unit < sequences * parts; ++unit) {
     const i64 b = unit / parts, first = unit % parts * heads_each, after = std::min(b + threads, sequences - 1);
@@ -258,8 +243,9 @@ void decode(const T* qkv, const S* keys, const S* values, const i64* tables, i64
       return Context<S>{keys, values, tables + b * table_width, block_size, heads.key_value * head_width<S>(heads.size)};
     };
     const i64 row = b == 0 ? 0 : ends[b - 1], tokens = ends[b] - row;
-    attend(qkv + row * heads.row(), context(b), tokens, lengths[b] - tokens + 1, window, heads, first, first + heads_each, scale * kLog2E,
-           out + row * heads.query * heads.size, context(after), after > b && parts == 1 && lengths[after] <= window ? lengths[after] : 0);
+    if (tokens > 0)
+      attend(qkv + row * heads.row(), context(b), tokens, lengths[b] - tokens + 1, window, heads, first, first + heads_each, scale * kLog2E,
+             out + row * heads.query * heads.size, context(after), after > b && parts == 1 && lengths[after] <= window ? lengths[after] : 0);
   }
 }
 

@@ -1,4 +1,6 @@
 // The paged context of a sequence, as the attention reads it: where its tokens lie, and what is brought near.
+//
+// It is compiled with a set's own common.h, which says how long a chunk is (kChunk), and near.h.
 #pragma once
 
 #include <common.h>
@@ -10,6 +12,7 @@
 namespace {
 
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
+constexpr i64 kAtATime = 64;  // tokens of which one head is read, then the next one
 
 // The first chunk of which a token sees something that sees the last `window` of the first `length` tokens.
 inline i64 first_chunk(i64 length, i64 window) { return std::max<i64>(0, length - window) / kChunk * kChunk; }
@@ -23,11 +26,19 @@ struct Heads {
   i64 result_at(i64 head, i64 r) const { return (r / group() * query + head * group() + r % group()) * size; }
 };
 
-// Into how many parts a sequence's heads go: one, unless threads that take whole sequences wait for the others for more than a fifth of
-// their time.
-inline i64 head_parts(i64 sequences, i64 threads, i64 heads) {
+// Into how many parts a sequence's heads go: one, unless threads that take whole sequences may wait for the others for more than a fifth
+// of their time. Of each sequence, at most `window` tokens are looked at.
+inline i64 head_parts(const i64* lengths, i64 sequences, i64 window, i64 threads, i64 heads) {
+  i64 total = 0, longest = 0;
+  for (i64 b = 0; b < sequences; ++b) {
+    const i64 looked_at = std::min(lengths[b], window);
+    total += looked_at;
+    longest = std::max(longest, looked_at);
+  }
   const i64 rounds = (sequences + threads - 1) / threads;
-  return 4 * rounds * threads <= 5 * sequences ? 1 : heads;
+  // They take `rounds` of the longest ones at most; and the last one to end began while all threads were busy.
+  const bool whole = 4 * threads * rounds * longest <= 5 * total || 4 * (threads - 1) * longest <= total;
+  return whole ? 1 : heads;
 }
 
 // So many of the sequences have rows, which end before row ends[b]: the others come last.
@@ -73,7 +84,7 @@ class Ahead {
   // behind what is read. The chunk after it follows, or the first one of `after`. Of each token, `width` values from `first` on.
   template <typename T>
   void add(const Context<T>& context, i64 first, i64 width, i64 begin, i64 length, const Context<T>& after, i64 after_length) {
-    const i64 near = std::clamp<i64>(kNearBytes / (width * sizeof(T)), kChunk / 2, kChunk);  // tokens
+    const i64 near = std::clamp<i64>(kNearBytes / (width * sizeof(T)), kAtATime, kChunk);  // tokens
     const bool is_last = begin + kChunk >= length;
     const Context<T>& next = is_last ? after : context;
     const i64 end = std::min(begin + kChunk, length), next_begin = is_last ? 0 : end;
