@@ -23,6 +23,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from benchmarks.lib import processes
 from benchmarks.lib.environment import ROOT
 from benchmarks.peers.setup import LLAMA_CPP, VLLM, PeerEnv
@@ -113,8 +115,10 @@ def turns(systems: Sequence[System], rounds: Iterable[int]) -> Iterator[tuple[in
 
 def _vllm(name: str, peers: PeerEnv, tokens: str, chunk: str) -> System:
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    # Without such products, torch's own take minutes for a prompt.
+    dtype = "bfloat16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "float32"
     command = [str(peers.python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(peers.model)]
-    command += ["--served-model-name", MODEL, "--dtype", "bfloat16", "--max-model-len", str(CONTEXT), "--max-num-seqs", "64"]
+    command += ["--served-model-name", MODEL, "--dtype", dtype, "--max-model-len", str(CONTEXT), "--max-num-seqs", "64"]
     command += [*(["--max-num-batched-tokens", tokens] if tokens else []), "--host", HOST]
     environment = {
         "VLLM_CPU_KVCACHE_SPACE": "4",
@@ -123,7 +127,7 @@ def _vllm(name: str, peers: PeerEnv, tokens: str, chunk: str) -> System:
         "HF_HUB_OFFLINE": "1",
     }
     return System(
-        name=name, settings=f"{VLLM}, bfloat16, compiled, prefix cache{chunk}", command=command, environment=environment
+        name=name, settings=f"{VLLM}, {dtype}, compiled, prefix cache{chunk}", command=command, environment=environment
     )
 
 

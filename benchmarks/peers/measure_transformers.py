@@ -1,7 +1,7 @@
 """transformers, eager: `measure_transformers.py MODEL THREADS`.
 
-bfloat16, torch's attention operator, the dynamic cache that `generate` uses by default; logits of the last position only,
-greedy.
+bfloat16, or float32 where oneDNN has no products in bfloat16; torch's attention operator, the dynamic cache that `generate`
+uses by default; logits of the last position only, greedy.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ def main() -> None:
 
     torch.set_num_threads(int(threads))
     torch.set_grad_enabled(False)
+    dtype = torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
     # Comes in evaluation mode.
-    model = transformers.AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.bfloat16, attn_implementation="sdpa")
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_directory, dtype=dtype, attn_implementation="sdpa")
     rng = random.Random(0)
 
     def prompts(size: int, length: int) -> torch.Tensor:
@@ -45,7 +46,7 @@ def main() -> None:
         measured = {prefill_name(n): n / median_s(partial(prefill, n)) for n in cases.prefill}
         return measured | {decode_name(*case): decode(*case) for case in cases.decode}
 
-    serve(channel, transformers.__version__, measure)
+    serve(channel, f"{transformers.__version__} in {str(dtype).removeprefix('torch.')}", measure)
 
 
 if __name__ == "__main__":
