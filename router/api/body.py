@@ -7,6 +7,8 @@ refused by name otherwise. Nothing is dropped in silence.
 
 from __future__ import annotations
 
+import math
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +37,8 @@ _NO_SUCH_KIND = "no_such_kind"
 _TOO_LONG = "too_many_elements"
 _SHOWN_CHARS = 40
 _SHOWN_BITS = 100
+_MAYBE_INFINITE = re.compile(rb"[0-9]{200}|[eE]\+?[0-9]{3}")
+"""Found in every JSON text with a number that is infinite as a float: 1e999 is no NaN to the reader, and not refused by it."""
 _MOST_UNKNOWN = 4
 """Unknown fields of one object that are told; the others are not looked at."""
 
@@ -145,7 +149,24 @@ def parse_body(kind: type[_B], data: bytes) -> _B:
         raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
     if not isinstance(values, dict):
         raise InvalidRequestError(f"the body must be a JSON object, got {_show(values)}")
-    return check_body(kind, values)
+    body = check_body(kind, values)
+    if _MAYBE_INFINITE.search(data) and not _is_finite(values):
+        raise InvalidRequestError("the body has a number that is larger than JSON's readers can hold")
+    return body
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether all numbers are that a JSON value holds. It may be nested as deep as `check_counts` lets it."""
+    left = [value]
+    while left:
+        each = left.pop()
+        if isinstance(each, float) and not math.isfinite(each):
+            return False
+        if isinstance(each, dict):
+            left += each.values()
+        elif isinstance(each, list):
+            left += each
+    return True
 
 
 def check_body(kind: type[_B], values: Mapping[str, Any]) -> _B:

@@ -15,9 +15,9 @@ from protocol.errors import TandemError
 from router.api.errors import error_body
 from router.api.large.encoding import encoded
 from router.api.server_sent_events import event
-from router.api.shapes import ENTRY_SIZE, LARGE_ENTRIES, AnswerInfo, AnswerShape, Json, Offload, num_entries
+from router.api.shapes import ENTRY_SIZE, LARGE_ENTRIES, LARGE_TOKENS, AnswerInfo, AnswerShape, Json, Offload
 from router.dispatch.journal import NO_GUESSES, Guesses
-from router.request.answer import Answer, Delta
+from router.request.answer import Answer, Delta, num_entries
 from telemetry.request_times import RequestTimes
 
 _DONE = b"data: [DONE]\n\n"
@@ -100,7 +100,10 @@ async def whole_completion(shape: AnswerShape, info: AnswerInfo, offload: Offloa
         pieces[delta.index].append(delta)
         tokens += len(delta.token_ids)
         entries += num_entries(delta.logprobs)
-    return await offload(tokens + ENTRY_SIZE * entries, _whole, shape, pieces, entries > LARGE_ENTRIES)
+    if info.return_token_ids:  # those of its prompt with each choice
+        tokens += info.choices_per_prompt * sum(map(len, info.prompts))
+    large = entries > LARGE_ENTRIES or tokens > LARGE_TOKENS
+    return await offload(tokens + ENTRY_SIZE * entries, _whole, shape, pieces, large)
 
 
 def _whole(shape: AnswerShape, pieces: Sequence[Sequence[Delta]], large: bool) -> bytes:

@@ -125,7 +125,16 @@ class Preparer:
                 self._bounds.check_size(len(prompt), "prompt")
             else:
                 self._bounds.check_ids(len(prompt), "prompt")
-        return [self._completion(body, prompt) for prompt in prompts]
+        generations = [self._completion(body, prompt) for prompt in prompts]
+        if body.echo and body.logprobs is not None:
+            num_shown = body.n * sum(len(generation.prompt_token_ids) for generation in generations)
+            if num_shown * (1 + body.logprobs) > MAX_PROMPT_LOGPROBS:
+                raise InvalidRequestError(
+                    f"`logprobs` must be smaller: with `echo`, the {num_shown} tokens of all choices' prompts times "
+                    f"(logprobs + 1) may be {MAX_PROMPT_LOGPROBS}",
+                    param="logprobs",
+                )
+        return generations
 
     def _completion(self, body: CompletionBody, prompt: str | list[int]) -> Generation:
         token_ids = self._prompt_tokens(prompt)
@@ -135,12 +144,6 @@ class Preparer:
         generation = replace(generation, continues=True)
         if not body.echo:
             return generation
-        if len(token_ids) * (1 + (body.logprobs or 0)) > MAX_PROMPT_LOGPROBS:
-            raise InvalidRequestError(
-                f"`logprobs` must be smaller: with `echo`, {len(token_ids)} prompt tokens times (logprobs + 1) may be "
-                f"{MAX_PROMPT_LOGPROBS}",
-                param="logprobs",
-            )
         text = prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt, skip_special=False)
         num_added = self._tokenizer.num_bos if isinstance(prompt, str) else 0
         echo = Echo(text, tuple(token_ids), alone=body.answer_tokens == 0, num_added=num_added)

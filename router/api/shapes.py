@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from router.dispatch.journal import Guesses
-from router.request.answer import Answer, Delta, TextLogprobs
+from router.request.answer import Answer, Delta
 from telemetry.request_times import RequestTimes
 
 Json = dict[str, Any]
@@ -60,6 +60,8 @@ ENTRY_SIZE = 16
 """A token with its logprob, alternatives too, takes as long to write as so many characters take to encode: about 2 us."""
 LARGE_ENTRIES = 256
 """What has more tokens with logprobs is written in a thread and slice by slice."""
+LARGE_TOKENS = 65_536
+"""So is what has more token ids."""
 
 
 class Offload(Protocol):
@@ -129,11 +131,6 @@ def whole_usage(info: AnswerInfo, answers: Sequence[Answer]) -> Json:
     num_tokens, cached_tokens = sum(len(each.token_ids) for each in answers), sum(each.cached_tokens for each in answers)
     guesses = Guesses.total(each.guesses for each in answers)
     return usage(info, num_tokens, cached_tokens, [each.times for each in answers], guesses)
-
-
-def num_entries(logprobs: Sequence[TextLogprobs]) -> int:
-    """Return the number of tokens with logprobs, alternatives included. All entries have as many as the last one."""
-    return len(logprobs) * (1 + len(logprobs[-1].top)) if logprobs else 0
 
 
 def clipped(logprob: float | None) -> float | None:

@@ -54,7 +54,7 @@ class ModelEndpoints:
             tools = [tool.for_template() for tool in body.tools]
             return preparer.chat_tokens(body.messages, tools, preparer.template_options(body), over_context=True)
         assert body.prompt is not None
-        return preparer.text_tokens(body.prompt, add_special_tokens=body.add_special_tokens, over_context=True)
+        return preparer.text_tokens(body.prompt, add_special_tokens=body.add_special_tokens is not False, over_context=True)
 
     def _card(self) -> Json:
         return {

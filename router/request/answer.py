@@ -5,7 +5,7 @@ tokens ─► whole characters ─► text that can no longer become a stop stri
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal
@@ -58,6 +58,11 @@ class TextLogprobs:
 
     chosen: TextLogprob
     top: tuple[TextLogprob, ...]
+
+
+def num_entries(logprobs: Sequence[TextLogprobs]) -> int:
+    """Return the number of tokens with logprobs, alternatives included. All entries have as many as the last one."""
+    return len(logprobs) * (1 + len(logprobs[-1].top)) if logprobs else 0
 
 
 @with_config(ConfigDict(arbitrary_types_allowed=True, ser_json_inf_nan="constants"))

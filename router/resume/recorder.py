@@ -23,7 +23,7 @@ from pydantic import TypeAdapter
 
 from protocol.endpoint import answer_within
 from protocol.errors import StreamNotFoundError, StreamTakenError, UnavailableError
-from router.request.answer import Delta
+from router.request.answer import Delta, num_entries
 from router.resume.stream_records import Entry, RecordStore, StreamKey, WriteOutcome
 
 log = logging.getLogger(__name__)
@@ -33,6 +33,8 @@ _PATIENCE_S = 1.0
 _LOOKS_IN_RETENTION = 4
 """Looks for silent streams in the time for which records are retained. A stream is touched after two looks at the latest."""
 _DELTA = TypeAdapter(Delta)
+_ENTRY_BYTES = 45
+"""Bytes of a token with its logprob in a record, at least."""
 
 
 @dataclass(eq=False)
@@ -71,9 +73,10 @@ class TakenRecord:
 class Recorder:
     """Writes the records of all resumable streams of a router. Close it after them."""
 
-    def __init__(self, store: RecordStore, retention_s: float) -> None:
-        """Records are forgotten `retention_s` seconds after they were written or touched."""
+    def __init__(self, store: RecordStore, retention_s: float, most_bytes: int) -> None:
+        """Records are forgotten `retention_s` seconds after they were written or touched. One may have `most_bytes`."""
         self._store = store
+        self._most_entries = most_bytes // _ENTRY_BYTES
         self._look_s = retention_s / _LOOKS_IN_RETENTION
         self._running: set[RecordWriter] = set()
         self._touching: asyncio.Task[None] | None = None
@@ -112,7 +115,9 @@ class Recorder:
         with self._runs(writer):
             async with contextlib.aclosing(deltas):
                 async for delta in deltas:
-                    if not writer.lost:
+                    if not writer.lost and num_entries(delta.logprobs) > self._most_entries:
+                        await self._give_up(writer)
+                    elif not writer.lost:
                         # Times are moments on this router's clock.
                         writer.unwritten.append(_DELTA.dump_json(replace(delta, times=None), exclude_defaults=True))
                         await self._write(writer)
@@ -171,6 +176,15 @@ class Recorder:
                 param="x-request-id",
             )
         return chunks
+
+    async def _give_up(self, writer: RecordWriter) -> None:
+        """Have the record forgotten, for the next piece has no room there: to write it down would hold up all streams."""
+        if writer.unwritten:
+            await self._write(writer)  # the record of an earlier request of this name is over, too
+        if not writer.lost:
+            writer.num_written += 1  # one with a gap is worth nothing
+            writer.unwritten.append(b"")
+            await self._write(writer)
 
     async def _write(self, writer: RecordWriter) -> None:
         first = writer.num_written

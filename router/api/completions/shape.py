@@ -58,8 +58,9 @@ class CompletionShape:
         """Return the text completion with these choices, in order."""
         choices = [self._choice(index, answer) for index, answer in enumerate(answers)]
         if self._info.return_token_ids:
+            prompts = [Entries(prompt) for prompt in self._info.prompts]
             for index, choice in enumerate(choices):
-                choice["prompt_token_ids"] = self._info.prompt_of(index)
+                choice["prompt_token_ids"] = prompts[index // self._info.choices_per_prompt]
         return {**self._head, "choices": choices, "usage": whole_usage(self._info, answers)}
 
     def _choice(self, index: int, piece: Delta | Answer) -> Json:

@@ -15,9 +15,9 @@ from collections.abc import Iterable
 from protocol.errors import OverloadedError, TandemError
 from router.api.responses.body import ResponsesBody
 from router.api.responses.items import PartialCall, PartialMessage
-from router.api.shapes import Json, clipped, num_entries, predictions
+from router.api.shapes import Json, clipped, predictions
 from router.dispatch.journal import NO_GUESSES, Guesses
-from router.request.answer import Delta, TextLogprob, TextLogprobs
+from router.request.answer import Delta, TextLogprob, TextLogprobs, num_entries
 from router.text.tool_calls import ToolCallDelta
 
 _REPEATED = 4

@@ -14,6 +14,8 @@ from router.api.chat.template import TemplateBody
 from router.api.structured import MAX_TOOLS, ToolBody
 
 _WORKERS = "an integer from 0 to 1024"
+_EMPTY = {"anyOf": [{"type": "null"}, {"maxItems": 0, "maxProperties": 0}]}
+_NOT_TRUE = {"enum": [None, False]}
 
 
 class TokenizeBody(TemplateBody):
@@ -25,13 +27,18 @@ class TokenizeBody(TemplateBody):
         *TemplateBody.together,
         either(given({"type": "string"}, "prompt"), given({"type": "array"}, "messages")),
         either(absent("prompt"), absent("messages")),
+        either(absent("prompt"), {"properties": dict.fromkeys(("tools", "chat_template_kwargs"), _EMPTY)}),
+        either(absent("prompt"), {"properties": {"add_generation_prompt": _NOT_TRUE}}),
+        either(absent("messages"), {"properties": {"add_special_tokens": _NOT_TRUE}}),
     )
 
     model: str | None = Field(default=None, description="the name of the served model (see /v1/models)")
     prompt: str | None = Field(default=None, description="a string")
     messages: ListOf[ChatMessage] | None = Field(default=None, min_length=1, max_length=MAX_MESSAGES, description=MESSAGES)
     tools: ListOf[ToolBody] = Field(default=[], max_length=MAX_TOOLS, description=f"a list of up to {MAX_TOOLS} functions")
-    add_special_tokens: bool = Field(default=True, description="true or false")
+    add_special_tokens: bool | None = Field(
+        default=None, description="true, the default with a prompt, or false, the default with messages"
+    )
 
     def check_together(self) -> None:
         """Raise InvalidRequestError unless there is either a prompt or messages."""
@@ -39,6 +46,12 @@ class TokenizeBody(TemplateBody):
             raise InvalidRequestError("give either `prompt` or `messages`", param="prompt")
         check_messages(self.messages or ())
         self.check_continuation(self.messages or ())
+        of_chats = ("tools", "chat_template_kwargs", "add_generation_prompt")
+        idle = ("add_special_tokens",) if self.prompt is None else of_chats
+        for name in idle:
+            if getattr(self, name):
+                other = "prompt" if self.prompt is None else "messages"
+                raise InvalidRequestError(f"`{name}` is for `{other}`; leave it out", param=name)
 
 
 class DetokenizeBody(Body):

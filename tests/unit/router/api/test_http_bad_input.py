@@ -131,6 +131,8 @@ CASES: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (CHAT, {"echo": True}, 400, "echo", "not supported"),
     (CHAT, {"max_tokens": 0}, 400, "max_tokens", "an integer of at least 1; got 0"),
     (PLAIN, {"echo": True, "prompt": [1] * 8192, "max_tokens": 0}, 400, "prompt", "alone has 8192"),
+    (PLAIN, {"echo": True, "prompt": [1] * 8000, "logprobs": 0, "n": 126}, 400, "logprobs", "1008000 tokens of all choices"),
+    (PLAIN, {"echo": True, "prompt": [[1] * 6000] * 8, "logprobs": 20}, 400, "logprobs", "the 48000 tokens of all choices"),
     (PLAIN, {"suffix": "x"}, 400, "suffix", "not supported"),
     (PLAIN, {"presence_penalty": 2.1}, 400, "presence_penalty", "from -2 to 2; got 2.1"),
     (CHAT, {"frequency_penalty": "1"}, 400, "frequency_penalty", "from -2 to 2; got '1'"),
@@ -258,6 +260,10 @@ CASES: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (CHAT, {"guided_whitespace_pattern": " *"}, 400, "guided_whitespace_pattern", "not supported"),
     ("/tokenize", {}, 400, "prompt", "either `prompt` or `messages`"),
     ("/tokenize", {"prompt": "a", "messages": MESSAGES}, 400, "prompt", "either"),
+    ("/tokenize", {"messages": MESSAGES, "add_special_tokens": True}, 400, "add_special_tokens", "is for `prompt`"),
+    ("/tokenize", {"prompt": "a", "tools": [TOOL]}, 400, "tools", "is for `messages`"),
+    ("/tokenize", {"prompt": "a", "chat_template_kwargs": {"x": 1}}, 400, "chat_template_kwargs", "is for `messages`"),
+    ("/tokenize", {"prompt": "a", "add_generation_prompt": True}, 400, "add_generation_prompt", "is for `messages`"),
     ("/detokenize", {"tokens": [50000]}, 400, "tokens", "from 0 to 49151"),
     ("/detokenize", {"tokens": "x"}, 400, "tokens", "a list of token ids"),
     ("/admin/scale", {}, 400, "prefill", "say how many"),
@@ -361,6 +367,12 @@ def test_bodies_that_are_no_json_objects(run_cluster: Callable[..., None]) -> No
         inf = b'{"model": "smollm2", "prompt": "a", "temperature": 1e999}'
         response = await cluster.http.post(PLAIN, content=inf, headers={"content-type": "application/json"})
         assert response.json()["error"]["param"] == "temperature"
+        for infinite in (b"1e999", b"-1" + b"0" * 250 + b"e99", b"[[2e+0999]]"):
+            tool = b'{"type": "function", "name": "f", "parameters": {"const": %s}}' % infinite
+            inf = b'{"model": "smollm2", "input": "a", "tool_choice": "none", "tools": [%s]}' % tool
+            response = await cluster.http.post("/v1/responses", content=inf, headers={"content-type": "application/json"})
+            assert response.status_code == 400, infinite
+            assert "larger than JSON's readers can hold" in response.json()["error"]["message"]
         for media_type in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
             response = await cluster.http.post(PLAIN, content=b"{}", headers={"content-type": media_type})
             assert response.status_code == 415

@@ -19,11 +19,12 @@ from router.api.body import Body
 from router.api.chat.body import ChatBody
 from router.api.completions.body import CompletionBody
 from router.api.responses.body import ResponsesBody
+from router.api.tools.bodies import TokenizeBody
 
 Run = Callable[..., None]
 
 
-@pytest.mark.parametrize("body", [ChatBody, CompletionBody, ResponsesBody])
+@pytest.mark.parametrize("body", [ChatBody, CompletionBody, ResponsesBody, TokenizeBody])
 def test_schemathesis_can_make_requests_of_every_body(body: type[Body]) -> None:
     """The library under it gives up where the rules of `Body.together` multiply to too many cases."""
     schema = jsonschema_rs.canonicalize(body.model_json_schema(), draft=jsonschema_rs.Draft202012)

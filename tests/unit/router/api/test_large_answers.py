@@ -120,3 +120,25 @@ def test_the_last_events_of_a_response_are_written_beside_the_loop() -> None:
         assert pauses[0] < 0.15
 
     asyncio.run(test())
+
+
+def test_prompts_that_are_repeated_with_each_choice_hold_up_nobody() -> None:
+    prompt, choices = tuple(range(20_000)), 128
+    info = replace(INFO, prompts=(prompt,) * 2, choices_per_prompt=choices, logprobs=False)
+
+    async def main() -> None:
+        threads = TextThreads()
+        async with watched_loop() as pauses:
+            body = await whole_completion(CompletionShape(info), info, offload_of(threads), one_token_each(2 * choices))
+        threads.close()
+        assert pauses[0] < 0.15
+        written = json.loads(body)["choices"]
+        assert len(written) == 2 * choices
+        assert all(choice["prompt_token_ids"] == list(prompt) for choice in written)
+
+    asyncio.run(main())
+
+
+async def one_token_each(choices: int) -> AsyncGenerator[Delta, None]:
+    for index in range(choices):
+        yield Delta(index, "a", (1,), (), "length", 0)

@@ -8,13 +8,16 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import TypeVar
 
-from router.request.answer import Delta
+import pytest
+
+from router.request.answer import Delta, TextLogprob, TextLogprobs, TokenText
 from router.resume.recorder import Recorder, RecordWriter, TakenRecord, new_writer
 from router.resume.stream_records import Entry, RecordStore, StreamKey, StreamRecords, WriteOutcome
 from tests.unit.simulated_time import run_in_simulated_time
 
 _Answer = TypeVar("_Answer")
 KEY = StreamKey("", "/v1/completions", "a")
+MIB = 1024 * 1024
 
 
 class FromAnotherThread(RecordStore):
@@ -76,7 +79,7 @@ async def pieces(number: int) -> AsyncGenerator[Delta, None]:
 
 def test_a_stream_stays_on_record_while_its_router_is_held() -> None:
     async def main() -> None:
-        recorder, writer = Recorder(FromAnotherThread(), 60.0), new_writer(KEY, b"request")
+        recorder, writer = Recorder(FromAnotherThread(), 60.0, MIB), new_writer(KEY, b"request")
         loop = asyncio.get_running_loop()
         loop.call_later(0.01, time.sleep, 1.2)
         said = [delta async for delta in recorder.recorded(writer, pieces(2))]
@@ -109,7 +112,7 @@ def test_a_stream_that_runs_is_kept_however_long_it_is_silent() -> None:
 
     async def main() -> None:
         store = ByTheLoop(120.0)
-        recorder, other = Recorder(store, 120.0), StreamKey("", "/v1/completions", "b")
+        recorder, other = Recorder(store, 120.0, MIB), StreamKey("", "/v1/completions", "b")
         silent = asyncio.create_task(_take(recorder.recorded(new_writer(other, b"request"), at_times(1.0, 500.0))))
         assert store.records.write([Entry(KEY, "dead", 0.0, number, b"{}") for number in range(2)], 0.0)
         await asyncio.sleep(100.0)
@@ -136,7 +139,7 @@ def test_a_stream_that_runs_is_kept_however_long_it_is_silent() -> None:
 def test_a_record_is_kept_while_it_is_repeated_to_a_slow_client() -> None:
     async def main() -> None:
         store = ByTheLoop(120.0)
-        recorder, writer = Recorder(store, 120.0), RecordWriter(KEY, "me", 0.0, [], 5)
+        recorder, writer = Recorder(store, 120.0, MIB), RecordWriter(KEY, "me", 0.0, [], 5)
         store.records.write([Entry(KEY, "me", 0.0, number, b"{}") for number in range(5)], 0.0)
         repeated = [Delta(0, "", (7,), (), None, 0)] * 4
         taken = await _take(recorder.resumed(TakenRecord(b"request", repeated, writer), pieces(1)), each_s=50.0)
@@ -150,9 +153,35 @@ def test_a_record_is_kept_while_it_is_repeated_to_a_slow_client() -> None:
 def test_streams_that_speak_are_not_touched() -> None:
     async def main() -> None:
         store = ByTheLoop(120.0)
-        recorder = Recorder(store, 120.0)
+        recorder = Recorder(store, 120.0, MIB)
         await _take(recorder.recorded(new_writer(KEY, b"request"), at_times(*range(1, 300, 10))))
         await recorder.close()
         assert store.touched == []
+
+    run_in_simulated_time(main())
+
+
+@pytest.mark.parametrize("first", [10, 11])
+def test_a_stream_with_a_piece_that_no_record_has_room_for_has_none(first: int) -> None:
+    """Nor has a stream of its name that came before."""
+
+    async def main() -> None:
+        store = ByTheLoop(120.0)
+        recorder, writer = Recorder(store, 120.0, 450), new_writer(KEY, b"request")
+        store.records.write([Entry(KEY, "before", 0.0, number, b"{}") for number in range(4)], 0.0)
+        entry = TextLogprobs(TextLogprob(TokenText("a", (97,)), -1.0), ())
+
+        async def echo() -> AsyncGenerator[Delta, None]:
+            for number in (first, 11):
+                yield Delta(0, "a" * number, (), (entry,) * number, None, 0)
+            yield Delta(0, "a", (7,), (), None, 0)
+
+        said = recorder.recorded(writer, echo())
+        await anext(said)
+        assert writer.lost == (first == 11)
+        assert await _take(said) == 2
+        assert writer.lost
+        assert await store.read(KEY, 0) is None
+        await recorder.close()
 
     run_in_simulated_time(main())
