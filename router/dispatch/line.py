@@ -71,7 +71,7 @@ class WaitingLine:
 
     def retry_after_s(self, scheduling_class: SchedulingClass) -> float:
         """Seconds until a newcomer would come to the front at the recent pace, between 1 and 60."""
-        return self._rules.retry_after_s(scheduling_class)
+        return self._rules.retry_after_s(scheduling_class, asyncio.get_running_loop().time())
 
     @contextmanager
     def place(self, scheduling_class: SchedulingClass, cost: float, deadline: float, *, ahead: bool = False) -> Iterator[Place]:
@@ -83,7 +83,7 @@ class WaitingLine:
         now = asyncio.get_running_loop().time()
         entry, leaving = self._rules.enter(scheduling_class, cost, deadline - now, now, retry=ahead)
         if leaving is not None:
-            self._places.pop(leaving).called.set_exception(self._rules.full_error(scheduling_class))
+            self._places.pop(leaving).called.set_exception(self._rules.full_error(scheduling_class, now))
         place = Place(self, entry, deadline, outranks_front=self._rules.outranks_front(entry, now))
         self._places[entry] = place
         try:

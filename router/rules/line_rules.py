@@ -34,21 +34,31 @@ class Pace:
     def __init__(self) -> None:
         self._busy_s = 0.0
         self._num_served = 0.0
-        self._last: float | None = None
+        self._measured_at = 0.0
+        self._others_wait = False
+        """Since `_measured_at`."""
 
-    @property
-    def gap_s(self) -> float | None:
-        """Mean gap in seconds; None before enough requests were served."""
-        return self._busy_s / self._num_served if self._num_served >= _EVIDENCE else None
+    def gap_s(self, now: float) -> float | None:
+        """Mean gap in seconds; None where too few requests were served lately.
+
+        While others wait, what was measured does not age: a line that stands still is as slow as ever.
+        """
+        num_served = self._num_served if self._others_wait else self._num_served * self._fading(now)
+        return self._busy_s / self._num_served if num_served >= _EVIDENCE else None
 
     def served(self, now: float, others_wait: bool) -> None:
         """Note that a request was served. The gap to the next one counts only if `others_wait`."""
-        if self._last is not None:
-            passed_s = now - self._last
-            fading = math.exp(-passed_s / _MEMORY_S)
-            self._busy_s = self._busy_s * fading + passed_s
-            self._num_served = self._num_served * fading + 1
-        self._last = now if others_wait else None
+        fading, passed_s = self._fading(now), now - self._measured_at
+        self._busy_s = self._busy_s * fading + (passed_s if self._others_wait else 0.0)
+        self._num_served = self._num_served * fading + self._others_wait
+        self._measured_at, self._others_wait = now, others_wait
+
+    def nobody_waits(self) -> None:
+        """Note that those who waited have gone: the time until the next one is served is no gap."""
+        self._others_wait = False
+
+    def _fading(self, now: float) -> float:
+        return math.exp((self._measured_at - now) / _MEMORY_S)
 
 
 class LineRules:
@@ -84,8 +94,8 @@ class LineRules:
         """
         leaving = None
         if not retry:
-            self._check_pace(scheduling_class, patience_s)
-            leaving = self._make_room(scheduling_class)
+            self._check_pace(scheduling_class, patience_s, now)
+            leaving = self._make_room(scheduling_class, now)
         return self._queue.add(scheduling_class, cost, now, retry=retry), leaving
 
     def call(self, now: float) -> Entry | None:
@@ -134,32 +144,33 @@ class LineRules:
             self._pace.served(now, len(self._queue) > 0)
         else:
             self._queue.leave(entry)
+            if not len(self._queue):
+                self._pace.nobody_waits()
         self.step_back(entry)
 
-    def retry_after_s(self, scheduling_class: SchedulingClass) -> float:
+    def retry_after_s(self, scheduling_class: SchedulingClass, now: float) -> float:
         """Seconds until a newcomer would come to the front at the recent pace, between 1 and 60."""
-        gap_s = 1.0 if self._pace.gap_s is None else self._pace.gap_s
-        return min(max(1.0, self._queue.num_before(scheduling_class) * gap_s), _LONGEST_RETRY_S)
+        gap_s = self._pace.gap_s(now)
+        return min(max(1.0, self._queue.num_before(scheduling_class) * (1.0 if gap_s is None else gap_s)), _LONGEST_RETRY_S)
 
-    def full_error(self, scheduling_class: SchedulingClass) -> OverloadedError:
+    def full_error(self, scheduling_class: SchedulingClass, now: float) -> OverloadedError:
         """The refusal of a request for which the line is too long."""
-        return OverloadedError(
-            f"{len(self)} requests are waiting already; try again later", retry_after_s=self.retry_after_s(scheduling_class)
-        )
+        retry_after_s = self.retry_after_s(scheduling_class, now)
+        return OverloadedError(f"{len(self)} requests are waiting already; try again later", retry_after_s=retry_after_s)
 
     def _first(self, now: float) -> Entry | None:
         return self._queue.first(now, {entry.kind for entry in self._aside}, self._passed)
 
-    def _check_pace(self, scheduling_class: SchedulingClass, patience_s: float) -> None:
-        gap_s = self._pace.gap_s
+    def _check_pace(self, scheduling_class: SchedulingClass, patience_s: float, now: float) -> None:
+        gap_s = self._pace.gap_s(now)
         if gap_s is not None and (wait_s := self._queue.num_before(scheduling_class) * gap_s) > patience_s:
             raise OverloadedError(
                 f"as requests are served now this one would wait for {wait_s:.0f} s, longer than the {patience_s:.3g} s that "
                 "it may; try again later",
-                retry_after_s=self.retry_after_s(scheduling_class),
+                retry_after_s=self.retry_after_s(scheduling_class, now),
             )
 
-    def _make_room(self, scheduling_class: SchedulingClass) -> Entry | None:
+    def _make_room(self, scheduling_class: SchedulingClass, now: float) -> Entry | None:
         """In a full line, take out the request that has to leave for the newcomer: one of the tenant that waits for most.
 
         None if the line is not full, retries apart. Raises OverloadedError if no tenant waits for more than the newcomer's. The
@@ -169,7 +180,7 @@ class LineRules:
             return None
         leaving = self._queue.who_leaves_for(scheduling_class)
         if leaving is None or leaving is self.front:
-            raise self.full_error(scheduling_class)
+            raise self.full_error(scheduling_class, now)
         self._queue.leave(leaving)
         self._aside.discard(leaving)
         self._passed.discard(leaving)

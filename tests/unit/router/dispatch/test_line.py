@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from protocol.errors import OverloadedError
 from router.dispatch.line import WaitingLine
-from router.rules.fair_queue import ANYBODY, SchedulingClass
+from router.rules.fair_queue import ANYBODY, Entry, SchedulingClass
 from router.rules.line_rules import LineRules, Pace
 
 A, B = SchedulingClass("a"), SchedulingClass("b")
@@ -161,15 +161,51 @@ def test_the_pace_counts_only_while_others_wait() -> None:
     pace = Pace()
     for now in (0.0, 1.0, 2.0, 3.0):
         pace.served(now, True)
-        assert pace.gap_s is None, "too few to go by"
+        assert pace.gap_s(now) is None, "too few to go by"
     pace.served(4.0, False)
     pace.served(1000.0, True)
     for now in (1001.0, 1002.0, 1003.0, 1004.0, 1005.0):
         pace.served(now, True)
-    assert pace.gap_s == pytest.approx(1.0)
+    assert pace.gap_s(1005.0) == pytest.approx(1.0)
     for number in range(1, 100):
         pace.served(1005.0 + 3.0 * number, True)
-    assert pace.gap_s == pytest.approx(3.0, rel=0.01)
+    assert pace.gap_s(1302.0) == pytest.approx(3.0, rel=0.01)
+    assert pace.gap_s(5000.0) == pytest.approx(3.0, rel=0.01), "a line that stands still is as slow as ever"
+    pace.served(1305.0, False)
+    assert pace.gap_s(1306.0) == pytest.approx(3.0, rel=0.01)
+    assert pace.gap_s(1305.0 + 90.0) is None, "of a minute ago and more"
+
+
+def test_nobody_is_refused_for_a_pace_of_long_ago() -> None:
+    rules = LineRules(100, 1.0)
+    entries = [rules.enter(A, 1.0, 600.0, 0.0)[0] for _ in range(16)]
+    for number, entry in enumerate(entries):
+        rules.leave(entry, 3.0 * number, served=True)
+    for _ in range(20):
+        rules.enter(B, 1.0, 63.0, 45.0)
+    with pytest.raises(OverloadedError):
+        rules.enter(B, 1.0, 59.0, 45.0)
+    for _ in range(len(rules)):
+        rules.leave(_first(rules), 45.0, served=False)
+    for _ in range(64):
+        rules.enter(A, 1.0, 60.0, 3600.0)
+
+
+def test_time_in_which_nobody_waits_is_no_gap() -> None:
+    rules = LineRules(100, 1.0)
+    served, gives_up = (rules.enter(A, 1.0, 60.0, 0.0)[0] for _ in range(2))
+    rules.leave(served, 0.0, served=True)
+    rules.leave(gives_up, 1.0, served=False)
+    for number in range(8):
+        entry, _ = rules.enter(A, 1.0, 60.0, 3600.0)
+        rules.enter(B, 1.0, 60.0, 3600.0)
+        rules.leave(entry, 3600.0 + 0.01 * number, served=True)
+
+
+def _first(rules: LineRules) -> Entry:
+    entry = rules.call(0.0)
+    assert entry is not None
+    return entry
 
 
 @settings(max_examples=60)
