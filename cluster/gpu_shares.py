@@ -32,8 +32,8 @@ def with_gpu_shares(config: ClusterConfig, nodes: Sequence[Resources]) -> Cluste
     """Return the configuration with a share of a GPU among each worker's resources, if nobody named GPUs there.
 
     It stays as it is with `device: cpu`. With `auto` it also does where the nodes have no GPUs, where no shares would make room
-    for the workers, and with a transport for processors. Raises ConfigError if `device` is cuda and there is no GPU, and if
-    workers would compute on processors in a `dtype` for GPUs.
+    for the workers, and with a transport for processors. Raises ConfigError if `device` is cuda and there is no GPU, and for
+    what can't be where workers would compute: a `dtype` or a format of KV, or a draft model.
     """
     pools = [pool_of(config, role) for role in Role]
     if config.engine == "paced" or config.device == "cpu" or any("GPU" in pool.resources for pool in pools):
@@ -51,7 +51,7 @@ def with_gpu_shares(config: ClusterConfig, nodes: Sequence[Resources]) -> Cluste
     while unplaceable(shared, nodes) is not None and on_each < all_workers and not _has_ranks(config):
         on_each += 1
         shared = _reserving(config, share(on_each))
-    return _on_processors(config) if config.device == "auto" and unplaceable(shared, nodes) is not None else shared
+    return _on_processors(config) if config.device == "auto" and unplaceable(shared, nodes) is not None else _on_gpus(shared)
 
 
 def with_gpus_here(config: ClusterConfig) -> ClusterConfig:
@@ -84,6 +84,20 @@ def _has_ranks(config: ClusterConfig) -> bool:
 def _on_processors(config: ClusterConfig) -> ClusterConfig:
     if config.dtype == "float16":
         raise ConfigError("dtype: float16 is for GPUs, and workers compute on processors here: use auto", param="dtype")
+    if config.kv_cache_dtype == "fp8":
+        problem = "fp8 is for GPUs, and workers compute on processors here: use auto or int8"
+        raise ConfigError(f"kv_cache_dtype: {problem}", param="kv_cache_dtype")
+    return config
+
+
+def _on_gpus(config: ClusterConfig) -> ClusterConfig:
+    if config.kv_cache_dtype == "int8":
+        problem = "int8 is for processors, and workers share the GPUs here: use auto or fp8, or device: cpu"
+        raise ConfigError(f"kv_cache_dtype: {problem}", param="kv_cache_dtype")
+    guessing = config.speculative_config
+    if guessing is not None and guessing.method == "draft_model":
+        problem = "draft_model is for processors, and workers share the GPUs here: use ngram, or device: cpu"
+        raise ConfigError(f"speculative_config.method: {problem}", param="speculative_config.method")
     return config
 
 

@@ -6,6 +6,7 @@ Whatever is wrong is a ConfigError of one line; its `param` is the path of the f
 from __future__ import annotations
 
 import difflib
+import os
 import typing
 from collections.abc import Mapping
 from pathlib import Path
@@ -235,6 +236,8 @@ def _kv_format(config: ClusterConfig) -> list[tuple[str, str]]:
         return []
     if config.engine == "paced":
         return [("kv_cache_dtype", "paced workers hold no numbers, and their profile says how large KV is: leave it out")]
+    if _machine_decides(config):
+        return []
     for role, pool in _pools(config):
         on_processor = config.device_of(pool) == "cpu"
         if config.kv_cache_dtype == "int8" and not on_processor:
@@ -244,13 +247,15 @@ def _kv_format(config: ClusterConfig) -> list[tuple[str, str]]:
     return []
 
 
-def _half_precision(config: ClusterConfig) -> list[tuple[str, str]]:
-    """Workers that would compute in float16 on processors.
+def _machine_decides(config: ClusterConfig) -> bool:
+    """Whether only the machine says what workers compute on: with `device: auto` and no GPU named they share those that there
+    are (`cluster.gpu_shares`)."""
+    return config.device == "auto" and not any(pool.on_gpu for _, pool in _pools(config))
 
-    With `device: auto` and no GPU named, workers share the GPUs that there are: only the machine says what they compute on.
-    """
-    shared = config.device == "auto" and not any(pool.on_gpu for _, pool in _pools(config))
-    if config.dtype != "float16" or config.engine == "paced" or shared:
+
+def _half_precision(config: ClusterConfig) -> list[tuple[str, str]]:
+    """Workers that would compute in float16 on processors."""
+    if config.dtype != "float16" or config.engine == "paced" or _machine_decides(config):
         return []
     roles = [role for role, pool in _pools(config) if config.device_of(pool) == "cpu"]
     return [("dtype", f"float16 is for GPUs, and {role} workers compute on processors: use auto") for role in roles[:1]]
@@ -313,6 +318,20 @@ def _least_awake(config: ClusterConfig, sizes: Sizes) -> dict[RoleName, int]:
     return {role: max(1, number) if role in needed else number for role, number in least.items()}
 
 
+def _same_files(config: ClusterConfig) -> list[tuple[str, str]]:
+    """Files of which each has to be another one: several write into them, or read something else."""
+    named = {
+        "http.keys_file": config.http.keys_file,
+        "telemetry.audit_log": config.telemetry.audit_log,
+        "telemetry.usage_log": config.telemetry.usage_log,
+    }
+    found, known = [], dict[str, str]()
+    for key, path in named.items():
+        if path is not None and (other := known.setdefault(os.path.realpath(path), key)) != key:
+            found.append((key, f"{path} is {other} already: name another file"))
+    return found
+
+
 def _usage(config: ClusterConfig) -> list[tuple[str, str]]:
     """What needs a usage log, where there is none."""
     telemetry = config.telemetry
@@ -356,6 +375,7 @@ def _contradictions(config: ClusterConfig) -> list[tuple[str, str]]:
     if not config.has_workers("decode"):
         found.append(("decode.workers", "0 can't be: nobody would answer; a range of autoscale.sizes may begin there"))
     found += _autoscaling(config)
+    found += _same_files(config)
     for role, pool in _pools(config):
         if config.engine == "paced" and pool.tensor_parallel_size != 1:
             found.append((f"{role}.tensor_parallel_size", "paced workers have one rank: how fast it is says their profile"))

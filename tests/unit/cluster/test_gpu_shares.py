@@ -19,6 +19,8 @@ from protocol.errors import ConfigError, InvalidRequestError
 from protocol.messages.workers import Role
 from tests.unit.known_models import KNOWN
 
+DRAFT_MODEL = {"method": "draft_model", "model": "smollm2", "num_speculative_tokens": 4}
+
 
 def nodes(*gpus: int) -> list[dict[str, float]]:
     return [{"CPU": 64.0, "memory": 1e12, **({"GPU": float(number)} if number else {})} for number in gpus]
@@ -100,6 +102,22 @@ def test_float16_needs_gpus(gpus: list[int], transport: str) -> None:
     assert caught.value.param == "dtype"
     assert gpus_of(shared([2], dtype="float16")) == [1.0, 1.0]
     assert gpus_of(shared(gpus, dtype="float16", engine="paced")) == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "settings", "param"),
+    [
+        ([], {"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
+        ([2], {"kv_cache_dtype": "int8"}, "kv_cache_dtype"),
+        ([2], {"speculative_config": DRAFT_MODEL}, "speculative_config.method"),
+    ],
+)
+def test_what_can_not_be_where_workers_compute_is_refused(gpus: list[int], settings: dict[str, Any], param: str) -> None:
+    with pytest.raises(ConfigError, match=r"workers (compute on processors|share the GPUs) here: use") as caught:
+        shared(gpus, **settings)
+    assert caught.value.param == param
+    with_gpus = not gpus
+    assert gpus_of(shared([2] if with_gpus else [], **settings)) == [1.0 if with_gpus else None] * 2
 
 
 def test_other_resources_are_kept_and_count() -> None:

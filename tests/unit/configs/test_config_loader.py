@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from contextlib import suppress
@@ -461,7 +462,7 @@ def test_a_pool_that_holds_no_whole_request_is_refused(facts: ModelFacts) -> Non
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"kv_cache_dtype": "fp8"}, "fp8 is for GPUs, and prefill workers compute on processors"),
+        ({"kv_cache_dtype": "fp8", "device": "cpu"}, "fp8 is for GPUs, and prefill workers compute on processors"),
         ({"kv_cache_dtype": "int8", "device": "cuda"}, "int8 is for processors, and prefill workers compute on GPUs"),
         ({"kv_cache_dtype": "int8", "decode.resources": {"GPU": 1.0}}, "int8 is for processors, and decode workers"),
         ({"kv_cache_dtype": "int8", "engine": "paced"}, "paced workers hold no numbers"),
@@ -472,3 +473,17 @@ def test_a_format_of_kv_that_can_not_be_is_refused_by_name(settings: dict[str, A
     error = refused(None, settings)
     assert error.param == "kv_cache_dtype"
     assert re.search(said, error.message), error.message
+
+
+@pytest.mark.parametrize(
+    "keys", list(itertools.combinations(("http.keys_file", "telemetry.audit_log", "telemetry.usage_log"), 2))
+)
+def test_no_two_of_the_files_are_one(keys: tuple[str, str], tmp_path: Path) -> None:
+    file, link = tmp_path / "lines", tmp_path / "link"
+    file.touch()
+    link.symlink_to(file)
+    for path in (file, link):
+        error = refused(None, {keys[0]: str(file), keys[1]: str(path)})
+        assert error.param == keys[1]
+        assert f"{path} is {keys[0]} already" in error.message
+    load_config(None, {keys[0]: str(file), keys[1]: str(tmp_path / "other")})
