@@ -72,7 +72,7 @@ def what_a_drain_lacks(worker_id: str, epoch: int | None, restart: bool) -> Lack
     """What keeps the life `epoch` of a worker from being over and, with `restart`, its next life from being ready."""
 
     def lacking(status: Status) -> str | None:
-        worker = next((worker for worker in status["workers"] if worker["worker_id"] == worker_id), None)
+        worker = find_worker(status["workers"], worker_id)
         if worker is not None and worker["epoch"] == epoch:
             return f"{worker_id} is {worker['state']} with {worker['running'] or 0} streams"
         if restart and (worker is None or not _usable(worker)):
@@ -80,6 +80,15 @@ def what_a_drain_lacks(worker_id: str, epoch: int | None, restart: bool) -> Lack
         return None
 
     return lacking
+
+
+def what_a_restart_lacks(worker: Mapping[str, Any]) -> Lacking:
+    """What a worker lacks that was told to start anew, until it is ready. `worker` is its row of /admin/status before that.
+
+    One that was starting then is new already.
+    """
+    epoch = None if worker["state"] == "starting" else worker["epoch"]
+    return what_a_drain_lacks(worker["worker_id"], epoch, restart=True)
 
 
 def what_a_role_lacks(role: Role, number: int) -> Lacking:
@@ -98,9 +107,9 @@ def of_role(workers: Workers, role: Role) -> Workers:
     return [worker for worker in workers if Duty(worker["role"]).role is role and not worker.get("standby")]
 
 
-def epoch_of(workers: Workers, worker_id: str) -> int | None:
-    """The epoch of a worker, which counts its lives; None if there is no such worker."""
-    return next((worker["epoch"] for worker in workers if worker["worker_id"] == worker_id), None)
+def find_worker(workers: Workers, worker_id: str) -> Mapping[str, Any] | None:
+    """The row of /admin/status of a worker; None if there is no such worker."""
+    return next((worker for worker in workers if worker["worker_id"] == worker_id), None)
 
 
 def _usable(worker: Mapping[str, Any]) -> bool:

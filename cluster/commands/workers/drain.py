@@ -9,7 +9,7 @@ from rich.console import Console
 
 from cluster.commands.lib.http_client import ApiClient
 from cluster.commands.lib.options import DEFAULT_URL, LONGEST_S, AdminKey, Url
-from cluster.commands.lib.waiting import current_workers, epoch_of, wait_for, what_a_drain_lacks
+from cluster.commands.lib.waiting import current_workers, find_worker, wait_for, what_a_drain_lacks, what_a_restart_lacks
 
 
 def drain(
@@ -30,10 +30,14 @@ def drain_and_wait(client: ApiClient, worker_id: str, restart: bool, wait_s: flo
 
     Raises InvalidRequestError if the worker can't be drained, UnavailableError if it takes longer than `wait_s` seconds.
     """
-    epoch = epoch_of(current_workers(client), worker_id)
+    worker = find_worker(current_workers(client), worker_id)
     client.post("/admin/drain", {"worker": worker_id, "restart": restart})
+    if restart and worker is not None:
+        lacking = what_a_restart_lacks(worker)
+    else:
+        lacking = what_a_drain_lacks(worker_id, None if worker is None else worker["epoch"], restart)
     if wait_s > 0:
         console = Console(stderr=True)
         with console.status(f"draining {worker_id}"):
-            wait_for(client, what_a_drain_lacks(worker_id, epoch, restart), wait_s)
+            wait_for(client, lacking, wait_s)
         console.print(f"{worker_id} {'was restarted' if restart else 'is gone'}", highlight=False)

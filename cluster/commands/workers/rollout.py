@@ -23,13 +23,15 @@ from cluster.commands.lib.http_client import ApiClient
 from cluster.commands.lib.interrupts import undone_when_ended
 from cluster.commands.lib.options import DEFAULT_URL, LONGEST_S, AdminKey, Url
 from cluster.commands.lib.waiting import (
+    Lacking,
     Workers,
     current_workers,
-    epoch_of,
+    find_worker,
     of_role,
     patiently,
     wait_for,
     what_a_drain_lacks,
+    what_a_restart_lacks,
     what_a_role_lacks,
 )
 from cluster.commands.workers.new_config import abort, parse_share, try_config
@@ -126,7 +128,9 @@ def roll_out(client: ApiClient, room_s: float, wait_s: float) -> None:
             progress.update(bar, description=text)
 
         for role, workers in old.items():
-            with _one_more(client, role, len(workers), room_s, wait_s, report) if workers else nullcontext():
+            # One that is restarting already stays wanted.
+            number = status["wanted"].get(role.value, 0)
+            with _one_more(client, role, number, room_s, wait_s, report) if workers else nullcontext():
                 _restart_each(client, workers, wait_s, report, lambda: progress.advance(bar))
         _restart_each(client, waiting, wait_s, report, lambda: progress.advance(bar))
         report("all workers are new")
@@ -157,18 +161,22 @@ def _restart_each(client: ApiClient, workers: Workers, wait_s: float, report: Re
     for worker in workers:
         worker_id, epoch = worker["worker_id"], worker["epoch"]
         report(f"restarting {worker_id}")
-        present = patiently(partial(_begin_restart, client, worker_id, epoch))
-        if present is not None:
-            wait_for(client, what_a_drain_lacks(worker_id, epoch, restart=True), wait_s)
+        lacking = patiently(partial(_begin_restart, client, worker_id, epoch))
+        if lacking is not None:
+            wait_for(client, lacking, wait_s)
         on_restarted()
 
 
-def _begin_restart(client: ApiClient, worker_id: str, epoch: int) -> int | None:
-    """Have the worker restarted unless this life of it is over. Return the epoch that was found, None if it has gone."""
-    present = epoch_of(current_workers(client), worker_id)
-    if present == epoch:  # else an order without an answer was obeyed, or it died, or has gone in the extra one's place
+def _begin_restart(client: ApiClient, worker_id: str, epoch: int) -> Lacking | None:
+    """Have the worker restarted unless this life of it is over. Return what it lacks until then; None if it has gone."""
+    present = find_worker(current_workers(client), worker_id)
+    if present is None:
+        return None
+    # Else an order without an answer was obeyed, or it died, or has gone in the extra one's place.
+    if present["epoch"] == epoch:
         client.post("/admin/drain", {"worker": worker_id, "restart": True})
-    return present
+        return what_a_restart_lacks(present)
+    return what_a_drain_lacks(worker_id, epoch, restart=True)
 
 
 @contextmanager

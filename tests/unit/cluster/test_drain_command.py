@@ -50,7 +50,8 @@ class PooledCluster:
                         "last_error": info.last_error,
                     }
                 )
-        return {"workers": rows, "autoscaler": self.autoscaler}
+        wanted = {role.value: pool.desired for role, pool in self.pools.items()}
+        return {"workers": rows, "wanted": wanted, "autoscaler": self.autoscaler}
 
     def post(self, path: str, body: Any) -> Any:
         self.orders.append((path, body))
@@ -256,3 +257,36 @@ def test_a_drain_that_takes_too_long_says_what_it_waits_for() -> None:
     cluster = PooledCluster(stuck="worker-2")
     with pytest.raises(UnavailableError, match="worker-2 is draining"):
         drain_and_wait(cluster, "worker-2", False, 0.01)  # type: ignore[arg-type]
+
+
+def test_a_rollout_leaves_as_many_workers_where_one_restarts_already() -> None:
+    """As after one that was interrupted, and is run again."""
+    cluster = PooledCluster(stuck="worker-3")
+    cluster.post("/admin/drain", {"worker": "worker-3", "restart": True})
+    roll_out(cluster, 0.01, 0.01)  # type: ignore[arg-type]
+    pool = cluster.pools[Role.DECODE]
+    assert pool.desired == sum(info.state.value == "ready" for info in pool.workers()) == 2
+    assert cluster.epochs()["worker-2"] == 2
+
+
+class LateCluster(PooledCluster):
+    """A worker that has died is ready again at the fifth look at it."""
+
+    def get(self, path: str) -> Any:
+        self.looks = getattr(self, "looks", 0) + 1
+        if self.looks == 5:
+            self.pools[Role.PREFILL].started(WorkerRef("worker-0", 2, "tcp://127.0.0.1:1"), (1,), "here")
+        return super().get(path)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_worker_that_starts_is_new_when_it_is_ready(monkeypatch: pytest.MonkeyPatch, alone: bool) -> None:
+    monkeypatch.setattr(waiting, "_ASK_AGAIN_S", 0.0)
+    cluster = LateCluster()
+    assert cluster.pools[Role.PREFILL].lost("worker-0", 1, "died")
+    if alone:
+        drain_and_wait(cluster, "worker-0", True, 1)  # type: ignore[arg-type]
+        assert cluster.epochs()["worker-0"] == 2
+    else:
+        roll_out(cluster, 0.0, 1)  # type: ignore[arg-type]
+        assert cluster.epochs() == NEW
