@@ -87,12 +87,21 @@ def _comparable(facts: TokenizerFacts) -> tuple[TokenizerFacts, bytes]:
 
 
 def _merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Sections that have sections among their changes, key by key; all else as it is given."""
+    """Sections that have sections among their changes, key by key; all else as it is given. So is a section of another method,
+    whose other keys would be those of the former one.
+    """
     merged = dict(values)
     for key, value in changes.items():
         inner = merged.get(key)
-        merged[key] = _merged(inner, value) if isinstance(inner, dict) and isinstance(value, Mapping) else value
+        if isinstance(inner, dict) and isinstance(value, Mapping) and not _of_other_methods(inner, value):
+            merged[key] = _merged(inner, value)
+        else:
+            merged[key] = value
     return merged
+
+
+def _of_other_methods(values: Mapping[str, Any], changes: Mapping[str, Any]) -> bool:
+    return "method" in values and changes.get("method", values["method"]) != values["method"]
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

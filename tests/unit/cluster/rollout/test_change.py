@@ -57,6 +57,15 @@ def test_guesses_may_be_switched_on_and_changed_and_off() -> None:
     assert changed_config(more, {"speculative_config": None})[0] == ClusterConfig()
 
 
+def test_another_method_of_guessing_takes_nothing_from_the_former_one() -> None:
+    lookup = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 8}
+    draft = {"method": "draft_model", "model": "smollm2", "num_speculative_tokens": 4}
+    for before, after in ((lookup, draft), (draft, lookup)):
+        config = changed_config(ClusterConfig(), {"speculative_config": before})[0]
+        changed = changed_config(config, {"speculative_config": after})[0]
+        assert changed == changed_config(ClusterConfig(), {"speculative_config": after})[0]
+
+
 def test_tiers_hold_the_kv_of_one_model() -> None:
     current = ClusterConfig.model_validate({"kv_offloading": {"memory_gib": 1.0}})
     with pytest.raises(InvalidRequestError, match="kv_offloading"):
