@@ -28,6 +28,7 @@ import itertools
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from configs.arithmetic import ceil_div
 from configs.model_files.kv_window import WHOLE, KvWindow
@@ -38,6 +39,15 @@ from protocol.cache.keys import block_keys, more_keys
 from protocol.gang import STEP_LEASES
 from protocol.share import NOBODYS, Share
 from protocol.ticket import TicketState, check_transition, reserved_tokens
+
+
+class Cost(NamedTuple):
+    """What a ticket takes of the pool when it gets its blocks."""
+
+    num_blocks: int
+    """Blocks fewer that are free then, as `Ledger.num_free` counts them."""
+    shared: Sequence[bytes]
+    """Keys of the cached blocks among its own."""
 
 
 class Ledger:
@@ -111,6 +121,11 @@ class Ledger:
         return sum(bool(entry.block_table) for entry in self._entries.values() if not entry.state.final)
 
     @property
+    def num_held(self) -> int:
+        """KV blocks that tickets hold. Those that several share count once."""
+        return len({block for entry in self._entries.values() for block in entry.block_table.owned})
+
+    @property
     def growth(self) -> int:
         """Blocks that tickets will soon want: one for each that holds some, or all that it may once have at a time, where it
         gives others back.
@@ -145,15 +160,12 @@ class Ledger:
         computed here.
         """
         assert self.fits(len(token_ids), max_tokens), "too long for this pool: refuse it on arrival"
-        length = self.blocks_for(reserved_tokens(len(token_ids), max_tokens, self._block_size))
         keys = self._keys(token_ids, cache_salt)
-        usable = keys[: max(0, len(token_ids) - own_tokens) // self._block_size]
-        num_held, unseen = self._tables.match(usable), self._window.first_seen(len(token_ids))
-        first = self._tables.first_block(num_held * self._block_size) if own_tokens else unseen // self._block_size
-        block_table = self._new_table(first, length, usable[:num_held], spare)
+        first, cached = self._reserved_from(token_ids, keys, own_tokens)
+        block_table = self._new_table(first, self._reserved_blocks(len(token_ids), max_tokens), cached, spare)
         if block_table is None:
             return None
-        held = num_held * self._block_size
+        held, unseen = len(cached) * self._block_size, self._window.first_seen(len(token_ids))
         # Whoever fills or aborts a transfer has been told its id: a number that comes from elsewhere meets no ticket.
         transfer_id = secrets.randbits(63)
         entry = TicketEntry(
@@ -173,6 +185,11 @@ class Ledger:
         )
         self._entries[entry.ticket_id] = entry
         return entry
+
+    def reserve_cost(self, token_ids: tuple[int, ...], max_tokens: int, cache_salt: str, own_tokens: int = 0) -> Cost:
+        """Return what `reserve` would take as things are."""
+        first, cached = self._reserved_from(token_ids, self._keys(token_ids, cache_salt), own_tokens)
+        return self._cost(first, self._reserved_blocks(len(token_ids), max_tokens), cached)
 
     def blocks_for_ticket(self, num_tokens: int, max_tokens: int) -> int:
         """The most blocks of a new ticket for a prompt of `num_tokens`, those that are cached included."""
@@ -353,6 +370,18 @@ class Ledger:
         entry.block_table.empty()
         entry.wanted_from = None
 
+    def freeing(self, shared: Sequence[bytes]) -> Callable[[int], int]:
+        """Return a function that takes one ticket after the other, and says how many blocks nobody would own any more if this
+        one, too, were preempted. The cached blocks of `shared` do not count: another will own them.
+        """
+        freed = self._cache.freeing(shared)
+        return lambda ticket_id: freed(self._entries[ticket_id].block_table.owned)
+
+    def return_cost(self, ticket_id: int, num_tokens: int, at_most: int) -> Cost:
+        """Return what `readmit` would take as things are."""
+        first, cached = self._cached_from(self._attached(ticket_id), at_most)
+        return self._cost(first, self.blocks_for(num_tokens), cached)
+
     def readmit(self, ticket_id: int, num_tokens: int, at_most: int, spare: int | None = None) -> int | None:
         """Give a preempted ticket blocks for its tokens, as many as it has at once, if `spare` blocks stay free as beside a new
         ticket.
@@ -362,14 +391,12 @@ class Ledger:
         """
         entry = self._attached(ticket_id)
         assert entry.preempted, "only what was preempted comes back"
-        usable = entry.keys[: at_most // self._block_size]
-        num_held = self._tables.match(usable)
-        first = self._tables.first_block(num_held * self._block_size)
-        table = self._new_table(first, self.blocks_for(num_tokens), usable[:num_held], spare)
+        first, cached = self._cached_from(entry, at_most)
+        table = self._new_table(first, self.blocks_for(num_tokens), cached, spare)
         if table is None:
             return None
         entry.block_table.take(table)
-        return num_held * self._block_size
+        return len(cached) * self._block_size
 
     def begin_step(self, ticket_ids: Iterable[int]) -> None:
         """Tell that the engine computes these attached tickets. Their blocks stay theirs until `end_step`."""
@@ -447,7 +474,7 @@ class Ledger:
         """A table from the block `first` on, of which those with `keys` are cached, and as long as `length` but for what has to
         wait until others are given back. None if fewer than `spare` blocks would stay free.
         """
-        length = min(length, first + self._tables.at_once(length * self._block_size))
+        length = self._length(first, length)
         cached = keys[first:]
         spare = self.num_holders if spare is None else spare
         if self._tables.cost(first, length, cached) > self._cache.num_free - self._kept(cached) - spare:
@@ -455,6 +482,33 @@ class Ledger:
         table = self._tables.new(first, length, cached)
         assert table is not None, "reservable blocks are free"
         return table
+
+    def _reserved_blocks(self, num_tokens: int, max_tokens: int) -> int:
+        return self.blocks_for(reserved_tokens(num_tokens, max_tokens, self._block_size))
+
+    def _reserved_from(self, token_ids: tuple[int, ...], keys: Sequence[bytes], own_tokens: int) -> tuple[int, Sequence[bytes]]:
+        """The first block that a new ticket needs, and the keys of its cached leading ones."""
+        usable = keys[: max(0, len(token_ids) - own_tokens) // self._block_size]
+        num_held = self._tables.match(usable)
+        if own_tokens:
+            return self._tables.first_block(num_held * self._block_size), usable[:num_held]
+        return self._window.first_seen(len(token_ids)) // self._block_size, usable[:num_held]
+
+    def _cost(self, first: int, length: int, keys: Sequence[bytes]) -> Cost:
+        """What `_new_table` takes."""
+        cached = keys[first:]
+        num_blocks = self._tables.cost(first, self._length(first, length), cached)
+        return Cost(num_blocks + self._kept(cached) - self._kept(), cached)
+
+    def _length(self, first: int, length: int) -> int:
+        """As long as a table from the block `first` on may be at once, of one that is to be so long."""
+        return min(length, first + self._tables.at_once(length * self._block_size))
+
+    def _cached_from(self, entry: TicketEntry, at_most: int) -> tuple[int, Sequence[bytes]]:
+        """The first block that a preempted ticket needs, and the keys of its cached leading ones, of `at_most` tokens."""
+        usable = entry.keys[: at_most // self._block_size]
+        num_held = self._tables.match(usable)
+        return self._tables.first_block(num_held * self._block_size), usable[:num_held]
 
     def _make_room(self, entry: TicketEntry, added: tuple[int, ...]) -> bool:
         """Let a ticket that is filled stand for these as well, and have blocks for all that is seen. False, and nothing

@@ -85,7 +85,9 @@ class Reservations:
         )
         if entry is None:
             if message.displaces:
-                room.want(share, self._ledger.blocks_for_ticket(len(message.prompt_token_ids), message.max_tokens))
+                token_ids, max_tokens = message.prompt_token_ids, message.max_tokens
+                cost = self._ledger.reserve_cost(token_ids, max_tokens, message.cache_salt, message.own_tokens)
+                room.want(share, self._ledger.blocks_for_ticket(len(token_ids), max_tokens), cost)
             kind = TenantFullError if room.holds_most(share) else OverloadedError
             raise kind(f"full: {room.reservable_blocks} KV blocks may be reserved", retry_after_s=1.0)
         if message.displaces:

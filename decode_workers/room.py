@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from decode_workers.ledger import Ledger
+from decode_workers.ledger import Cost, Ledger
 from decode_workers.rules.preemption import Holding, RecomputeBudget, giver_for_growth, givers_for, loads_of
 from decode_workers.stream import Stream
 from protocol.share import Share
@@ -55,8 +55,8 @@ class Room:
         self._budget = RecomputeBudget(max_chunk_tokens)
         self._preempted: dict[int, Stream] = {}
         """By ticket; the one that has waited longest comes first."""
-        self._wanted: tuple[Share, int] | None = None
-        """Blocks that a newcomer was refused since the latest step began."""
+        self._wanted: tuple[Share, int, Cost] | None = None
+        """What a newcomer was refused since the latest step began: blocks, and what they take of the pool."""
         self._kept: _Kept | None = None
         self._due_ticket: int | None = None
         """The preempted stream that has waited long enough to take the place of others, when nobody may give any."""
@@ -154,25 +154,33 @@ class Room:
         loads = loads_of(self._holdings())
         return max(loads, key=lambda each: loads[each], default=None) == share
 
-    def want(self, share: Share, num_blocks: int) -> None:
-        """Note that a newcomer was refused so many blocks: the next `settle` makes room for it, if somebody has to give."""
-        self._wanted = share, num_blocks
+    def want(self, share: Share, num_blocks: int, cost: Cost) -> None:
+        """Note that a newcomer was refused so many blocks, which take this much of the pool: the next `settle` makes room for
+        it, if somebody has to give.
+        """
+        self._wanted = share, num_blocks, cost
 
     def granted(self, share: Share) -> None:
         """Note that a newcomer of this tenant has got its blocks."""
         if self._kept is not None and self._kept.share == share:
             self._kept = None
 
-    def _make_room(self, share: Share, num_blocks: int, step: int) -> None:
+    def _make_room(self, share: Share, num_blocks: int, cost: Cost, step: int) -> None:
         """Keep room for a newcomer if others have to give it some. They do so as far as it is not free already."""
-        missing = num_blocks + self._margin - self._ledger.num_free
+        missing = cost.num_blocks + self._margin - self._ledger.num_free
         own = self._budget.allows(step)
         givers = givers_for(
-            self._holdings(), share, num_blocks, max(1, missing), lambda each: own and not each.seated, keep_oldest=True
+            self._holdings(),
+            share,
+            num_blocks,
+            max(1, missing),
+            lambda each: own and not each.seated,
+            keep_oldest=True,
+            freed=self._freed(cost),
         )
         if not givers:
             return
-        self._kept = _Kept(share, num_blocks, self._clock() + _KEPT_S)
+        self._kept = _Kept(share, cost.num_blocks, self._clock() + _KEPT_S)
         if missing > 0:
             self._budget.spend(sum(each.num_tokens for each in givers if each.share.tenant == share.tenant))
             self._preempt(givers)
@@ -196,8 +204,11 @@ class Room:
         if self._clock() - stream.preempted_at < self._turn_s / 2 or not self._budget.allows(step):
             return None
         num_blocks = self._ledger.blocks_at_once(len(stream.token_ids))
-        missing = num_blocks + self._margin - self._ledger.num_free
-        givers = givers_for(self._holdings(), stream.share, num_blocks, missing, lambda each: True, keep_oldest=False)
+        cost = self._ledger.return_cost(stream.ticket_id, len(stream.token_ids), stream.known)
+        missing = cost.num_blocks + self._margin - self._ledger.num_free
+        givers = givers_for(
+            self._holdings(), stream.share, num_blocks, missing, lambda each: True, keep_oldest=False, freed=self._freed(cost)
+        )
         if missing > 0 and not givers:
             self._due_ticket = stream.ticket_id
             return None
@@ -216,6 +227,11 @@ class Room:
         del self._preempted[stream.ticket_id]
         self._due_ticket = None
         return stream
+
+    def _freed(self, cost: Cost) -> Callable[[Holding], int]:
+        """Says of one stream after the other how many blocks come free for what takes this much."""
+        freed = self._ledger.freeing(cost.shared)
+        return lambda each: freed(each.ticket_id)
 
     def _preempt(self, givers: Sequence[Holding]) -> None:
         for giver in givers:

@@ -98,8 +98,8 @@ class StepLoop:
                 if batch:
                     await self._step(batch)
             if not batch:
-                self.flush()
                 self._wake.clear()
+                self.flush()  # a router that has gone gives its tickets' blocks back here, which may be what is waited for
                 await self._wake.wait()
 
     def _plan(self) -> list[Stream]:

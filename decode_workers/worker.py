@@ -155,7 +155,7 @@ class DecodeWorker:
     @property
     def held_blocks(self) -> int:
         """KV blocks that tickets hold."""
-        return sum(entry.block_table.num_owned for entry in self.ledger)
+        return self.ledger.num_held
 
     def growth(self, shared: Sequence[bytes] = ()) -> int | None:
         """Blocks that tickets will soon want (`Ledger.growth`); None while a stream waits for blocks of its own."""

@@ -62,7 +62,7 @@ class PrefillWorker:
         self._draining = False
         on_given_back = None if core.tiers is None else core.tiers.note
         self._jobs = Jobs(self._scheduler, self._send, core.spawn, core.changed, on_given_back)
-        self._fetching = Fetching(core, self._computed_s, lambda: self._scheduler.num_waiting)
+        self._fetching = Fetching(core, self._computed_s, lambda: self._scheduler.num_waiting, lambda: core.growth_beside(self))
         core.add(self)
 
     def handlers(self) -> dict[type[Any], Handler]:
@@ -85,7 +85,7 @@ class PrefillWorker:
     @property
     def held_blocks(self) -> int:
         """KV blocks that prompts hold."""
-        return sum(job.prompt.block_table.num_owned for job in self._jobs)
+        return len({block for job in self._jobs for block in job.prompt.block_table.owned})
 
     def growth(self, shared: Sequence[bytes] = ()) -> int | None:
         """Blocks that prompts may still need beyond those they hold: none, but for what others share of sliding windows."""
@@ -114,9 +114,11 @@ class PrefillWorker:
         """Give up what needs a pair or a peer that is lost."""
         self._jobs.fail_broken()
         self._fetching.retire_lost()
-        if self._cache.lacking and self._num_held():
+        if self._cache.lacking and (held := self._num_held()):
+            growth = self.core.growth_beside(self)
             for job in self._jobs:
-                if job.began is None and not job.stopped and not self._has_room(len(job.message.token_ids)):
+                fits = growth is not None and self._scheduler.fits(len(job.message.token_ids), growth + held)
+                if job.began is None and not job.stopped and not fits:
                     self._jobs.fail(job, self._crowded())
 
     def changed(self) -> None:
@@ -186,11 +188,11 @@ class PrefillWorker:
         return growth is not None and self._scheduler.fits(num_tokens, growth + self._num_held())
 
     def _num_held(self) -> int:
-        """Blocks that no prompt can wait for: those of the worker's streams, and those that a read of a tier that does not end
-        has for itself.
+        """Blocks that no prompt can wait for: those of the worker's streams, and those that a read or a write of a tier has
+        kept for longer than it may.
         """
         now = time.monotonic()
-        endless = (pin for pin in self._cache.pins if pin.purpose == "fetched" and pin.deadline < now)
+        endless = (pin for pin in self._cache.pins if pin.deadline < now)
         return self.core.held_beside(self) + sum(self._cache.num_sole(pin.table) for pin in endless)
 
     def _crowded(self) -> OverloadedError:

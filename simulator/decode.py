@@ -118,7 +118,8 @@ class DecodeWorker:
             spare=room.spare_beside(NOBODYS, displaces=True),
         )
         if entry is None:
-            room.want(NOBODYS, self._ledger.blocks_for_ticket(len(request.token_ids), request.output_len))
+            cost = self._ledger.reserve_cost(request.token_ids, request.output_len, "", own_tokens)
+            room.want(NOBODYS, self._ledger.blocks_for_ticket(len(request.token_ids), request.output_len), cost)
             self._loop.look_again()
             return None
         room.granted(NOBODYS)

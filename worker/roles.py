@@ -65,7 +65,7 @@ class RoleWork(Protocol):
 
     @property
     def held_blocks(self) -> int:
-        """KV blocks that the role holds. Those that several share count for each."""
+        """KV blocks that the role holds. Those that several share count once."""
 
     def growth(self, shared: Sequence[bytes] = ()) -> int | None:
         """KV blocks that what is under way will soon want, if others take the cached blocks of `shared` as well. None: it waits

@@ -87,11 +87,13 @@ def givers_for(
     may_take: Callable[[Holding], bool],
     *,
     keep_oldest: bool,
+    freed: Callable[[Holding], int] = lambda each: each.num_blocks,
 ) -> list[Holding]:
     """The streams that give their blocks back for a newcomer or a returning stream. Empty if they would be too few.
 
     That stream is of this share and gets `num_blocks`, of which `missing` are not free. `may_take` tells which streams of its
-    own tenant it may take from. With `keep_oldest` the worker's oldest stream gives nothing.
+    own tenant it may take from. With `keep_oldest` the worker's oldest stream gives nothing. `freed` is asked how many blocks
+    come free with each further stream: fewer than it has, where others have some of them, too.
     """
     loads = loads_of(holdings)
     own_load = loads.get(share, 0.0) + num_blocks / share.strength
@@ -108,7 +110,7 @@ def givers_for(
         giver = candidates[giving[0]].pop(0)
         found.append(giver)
         loads[giver.share] -= giver.num_blocks / giver.share.strength
-        missing -= giver.num_blocks
+        missing -= freed(giver)
     return found
 
 

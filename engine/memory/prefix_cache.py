@@ -113,6 +113,19 @@ class PrefixCache:
         taken = {self._block_of[key] for key in shared}
         return sum(self._references[block] == 1 and block not in taken for block in blocks)
 
+    def freeing(self, shared: Sequence[bytes]) -> Callable[[Sequence[int]], int]:
+        """Return a function that takes one owned table after the other, and says how many blocks nobody would own any more if
+        this one, too, were released. The cached blocks of `shared` do not count: another will own them.
+        """
+        given: Counter[int] = Counter()
+        taken = {self._block_of[key] for key in shared}
+
+        def freed(table: Sequence[int]) -> int:
+            given.update(table)
+            return sum(self._references[block] == given[block] and block not in taken for block in table)
+
+        return freed
+
     def match(self, keys: Sequence[bytes]) -> int:
         """Number of leading keys whose blocks are all cached. Takes nothing."""
         for count, key in enumerate(keys):

@@ -97,6 +97,23 @@ def test_who_has_streams_that_wait_for_blocks_lends_none(two_workers: Factory, r
     run(scenario())
 
 
+def test_nothing_is_fetched_into_blocks_that_streams_wait_for(two_workers: Factory, reference: Reference) -> None:
+    async def scenario() -> None:
+        async with two_workers(CONFIG) as workers:
+            router = await workers.router()
+            prompt = prompt_of(LENGTH)
+            for growth in (None, workers.prefill._cache.num_blocks, 0):
+                salt = str(growth)
+                fetch = await only_decode_holds(workers, router, prompt, salt)
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(workers.prefill._fetching, "_growth", lambda growth=growth: growth)
+                    prefilled, tokens = await ask(workers, router, prompt, fetch, salt)
+                assert tokens == reference(prompt, 8)
+                assert prefilled.brought.peer_tokens == (HELD if growth == 0 else 0)
+
+    run(scenario())
+
+
 def test_a_loan_ends_when_the_lender_needs_its_blocks(two_workers: Factory, reference: Reference) -> None:
     """What was sent until then is of use."""
 
@@ -398,14 +415,15 @@ def test_prompts_that_lack_the_same_blocks_fetch_them_once(two_workers: Factory,
     run(scenario())
 
 
-def test_a_prompt_does_not_wait_for_blocks_that_a_read_never_lets_go(two_workers: Factory) -> None:
+@pytest.mark.parametrize("purpose", ["fetched", "offloaded"])
+def test_a_prompt_does_not_wait_for_blocks_that_a_disk_never_lets_go(two_workers: Factory, purpose: str) -> None:
     """It is sent back, when nothing else can be expected any more. Others are computed meanwhile."""
 
     async def scenario() -> None:
         async with two_workers(CONFIG) as workers:
             router = await workers.router()
             cache = workers.prefill._cache
-            pin = cache.pin("fetched", cache.num_blocks // 2, [], time.monotonic() + 1.0)
+            pin = cache.pin(purpose, cache.num_blocks // 2, [], time.monotonic() + 1.0)
             assert pin is not None
             long = prompt_of(BLOCK_SIZE * (cache.num_blocks // 2 + 1), 7)
             ticket = await router.reserve(long, 1)

@@ -37,7 +37,7 @@ class _Cluster(BaseHTTPRequestHandler):
     asked: threading.Event
 
     def do_GET(self) -> None:
-        self._answer({"workers": WORKERS, "autoscaler": {"paused": None}})
+        self._answer({"workers": WORKERS, "wanted": {"prefill": 1, "decode": 1}, "autoscaler": {"paused": None}})
 
     def do_POST(self) -> None:
         self.orders.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))

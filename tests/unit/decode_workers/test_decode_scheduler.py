@@ -128,7 +128,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             spare = room.spare_beside(share, displaces=True)
             entry = self.ledger.reserve(owner, token_ids, answer, "", own_tokens=1, share=share, spare=spare)
             if entry is None:
-                room.want(share, self.ledger.blocks_for_ticket(prompt, answer))
+                cost = self.ledger.reserve_cost(token_ids, answer, "", own_tokens=1)
+                room.want(share, self.ledger.blocks_for_ticket(prompt, answer), cost)
             else:
                 room.granted(share)
                 self.requests.append(Request(entry, SamplingParams(seed=number, max_tokens=answer)))

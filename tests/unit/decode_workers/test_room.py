@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode_workers.ledger import Ledger
+from decode_workers.ledger import Cost, Ledger
 from decode_workers.rules.preemption import BUDGET_SHARE
 from decode_workers.rules.turns import SLICE_STEPS
 from decode_workers.scheduler import DecodeScheduler
@@ -51,19 +51,23 @@ class World:
         )
         self.scheduler = DecodeScheduler(self.ledger, self.num_seats, CHUNK, TURN_S, lambda: self.now)
 
-    def attach(self, prompt: int, answer: int, share: Share) -> int | None:
-        """Reserve and attach a stream whose KV is here at once. None, and the worker knows what is wanted, if it is full."""
+    def attach(self, prompt: int, answer: int, share: Share, common: int = 0) -> int | None:
+        """Reserve and attach a stream whose KV is here at once. None, and the worker knows what is wanted, if it is full. Its
+        first `common` tokens are those of all that have some.
+        """
         room, number = self.scheduler.room, len(self.latest) + len(self.ended)
         if self.scheduler.wait_s(share) > TURN_S:
             return None
-        token_ids = tuple(range(1000 * number, 1000 * number + prompt))
+        own = range(1000 * number + common, 1000 * number + prompt)
+        token_ids = (*range(1_000_000, 1_000_000 + common), *own)
         entry = self.ledger.reserve(b"r", token_ids, answer, "", share=share, spare=room.spare_beside(share, displaces=True))
         if entry is None:
-            room.want(share, self.ledger.blocks_for_ticket(prompt, answer))
+            room.want(share, self.ledger.blocks_for_ticket(prompt, answer), self.ledger.reserve_cost(token_ids, answer, ""))
             return None
         room.granted(share)
-        self.ledger.begin_push(b"p", entry.ticket_id, entry.transfer_id, 0, prompt)
-        self.ledger.end_push(entry.ticket_id, prompt, ok=True)
+        if (missing := prompt - entry.held_tokens) > 0:
+            self.ledger.begin_push(b"p", entry.ticket_id, entry.transfer_id, entry.held_tokens, missing)
+            self.ledger.end_push(entry.ticket_id, missing, ok=True)
         assert self.ledger.commit(entry.ticket_id, entry.transfer_id, prompt)
         assert self.ledger.attach(entry.ticket_id)
         sampling = SamplingParams(seed=0, max_tokens=answer, temperature=0.0)
@@ -226,10 +230,10 @@ def test_a_preempted_stream_keeps_its_own_tenants_tickets_waiting_not_everybodys
 def test_room_that_was_made_is_kept_for_its_tenant_only_for_a_while() -> None:
     world = crowded(3, 60, 8, 60)
     room = world.scheduler.room
-    room.want(ONE, 5)
+    room.want(ONE, 5, Cost(5, ()))
     world.step()
     assert room.spare_beside(ONE, displaces=True) == 3, "its own tenant's streams have seats: nobody has to give"
-    room.want(TWO, 5)
+    room.want(TWO, 5, Cost(5, ()))
     world.step()
     assert room.spare_beside(ONE, displaces=True) == 3 + 5
     assert room.spare_beside(TWO, displaces=False) == 3 + 5
@@ -262,7 +266,7 @@ def test_drafts_get_slots_that_nobody_else_wants() -> None:
         world.step()
     own = len(stream.block_table) * BLOCK - len(stream.token_ids)
     assert room.draft_slots(stream, own + 1) == own, "a block for each of both is left, and not more"
-    room.want(TWO, 5)
+    room.want(TWO, 5, Cost(5, ()))
     assert room.draft_slots(stream, own + 1) == own
     assert world.scheduler.preemptions == 0
 
@@ -286,3 +290,58 @@ def test_room_is_not_kept_for_a_newcomer_that_has_left_an_idle_worker() -> None:
     assert world.attach(280, 100, three) is None, "for a second"
     world.now += 60.0
     assert world.attach(280, 100, three) is not None
+
+
+def test_nobody_gives_blocks_for_a_newcomer_that_can_not_get_enough() -> None:
+    """Those that others own as well do not come free."""
+    ran: list[tuple[int, int]] = []
+    for newcomer in (False, True):
+        world = World(4, 120)
+        for _ in range(3):
+            assert world.attach(40 * BLOCK + 3, 140, ONE, common=40 * BLOCK) is not None
+        for _ in range(40):
+            world.step()
+        before, again = world.scheduler.preemptions, world.scheduler.recomputed_tokens
+        for _ in range(98):
+            assert not newcomer or world.attach(85 * BLOCK, 16, TWO) is None
+            world.step()
+        ran.append((world.scheduler.preemptions - before, world.scheduler.recomputed_tokens - again))
+    assert ran[0] == ran[1]
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    st.integers(1, 6),
+    st.integers(40, 80),
+    st.lists(st.tuples(st.integers(1, 12), st.integers(2, 80), st.sampled_from([ONE, TWO])), min_size=2, max_size=14),
+)
+def test_streams_that_share_their_beginning_end_as_well(
+    num_seats: int, num_blocks: int, wanted: list[tuple[int, int, Share]]
+) -> None:
+    world, waiting, steps = World(num_seats, num_blocks), list(wanted), 0
+    common = 12 * BLOCK
+    while waiting or world.latest:
+        if waiting:
+            own, answer, share = waiting[0]
+            if world.attach(common + own, answer, share, common=common) is not None:
+                waiting.pop(0)
+                continue
+        world.step()
+        steps += 1
+        assert steps < 20_000, "a stream starves"
+    assert world.cache.num_free == num_blocks
+
+
+def test_a_newcomer_takes_from_others_what_it_does_not_share() -> None:
+    world = World(4, 134)
+    for number in range(6):
+        assert world.attach(40 * BLOCK + 3, 60, ONE, common=40 * BLOCK) is not None, number
+    while min(world.scheduler._streams[ticket_id].num_generated for ticket_id in world.latest) < 34:
+        world.step()
+    newcomer, refused = world.attach(40 * BLOCK + 3, 60, TWO, common=40 * BLOCK), 0
+    while newcomer is None:
+        world.step()
+        refused += 1
+        newcomer = world.attach(40 * BLOCK + 3, 60, TWO, common=40 * BLOCK)
+    assert refused <= 2
+    assert world.scheduler.preemptions <= 2

@@ -55,8 +55,7 @@ class TwoRoles:
 
     def has_room(self, num_tokens: int) -> bool:
         growth = self._growth()
-        held = sum(entry.block_table.num_owned for entry in self.ledger)
-        return growth is not None and self.prompts.fits(num_tokens, growth + held)
+        return growth is not None and self.prompts.fits(num_tokens, growth + self.ledger.num_held)
 
     def prompt(self, tokens: Sequence[int]) -> None:
         if self.has_room(len(tokens)):
@@ -172,6 +171,18 @@ def test_whatever_has_begun_comes_to_its_end(
             worker.check()
     worker.finish()
     assert worker.cache.num_free == num_blocks
+
+
+def test_blocks_that_streams_share_leave_room_for_prompts() -> None:
+    worker = TwoRoles(400, WHOLE, 16, 16)
+    common = range(40 * BLOCK_SIZE)
+    for number in range(9):
+        worker.stream([*common, 1000 + number], 100)
+        for _ in range(6):
+            worker.decode_step()  # the first computes what is common by then
+    assert len(worker.ends) == 9
+    assert worker.ledger.num_held == sum(entry.block_table.num_owned for entry in worker.ledger) - 8 * 40
+    assert worker.has_room(200 * BLOCK_SIZE)
 
 
 @pytest.mark.parametrize("batch_tokens", [3, 5, 6, 7])
