@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from cluster.gpu_shares import with_gpu_shares
 from cluster.memory import WorkerMemory, role_memory
 from configs.facts import TokenizerFacts
 from configs.loader import checked_config, served_context
@@ -38,7 +39,7 @@ def changed_config(current: ClusterConfig, changes: Mapping[str, Any]) -> tuple[
     """
     before = current.model_dump()
     try:
-        config = checked_config(_merged(before, changes))
+        config = with_gpu_shares(checked_config(_merged(before, changes)), ())  # GPUs that workers have are in it
     except ConfigError as error:
         raise InvalidRequestError(error.message, param="config") from None
     former, after = _flat(before), _flat(config.model_dump())

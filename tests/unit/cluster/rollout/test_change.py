@@ -36,6 +36,8 @@ def test_a_key_of_workers_may_change_and_the_rest_stays() -> None:
         ({"http": {"port": 1}, "quantization": "int8"}, "^http.port can't change"),
         ({"max_model_len": 100}, "max_model_len can't change"),
         ({"quantization": "int3"}, "quantization"),
+        ({"kv_cache_dtype": "fp8"}, "fp8 is for GPUs"),
+        ({"dtype": "float16"}, "float16 is for GPUs"),
         ({"decode": 3}, "decode: should be a mapping"),
         ({"nothing": 1}, "nothing: unknown key"),
         ({}, "the one that the workers have"),
