@@ -72,8 +72,8 @@ def state(cluster: Any) -> dict[str, Any]:
     return found
 
 
-def begin(cluster: Any, config: dict[str, Any]) -> int:
-    body = {"action": "start", "config": config, "canary": 0.5, "watch_s": 3, "min_requests": 20}
+def begin(cluster: Any, config: dict[str, Any], watch_s: int = 3) -> int:
+    body = {"action": "start", "config": config, "canary": 0.5, "watch_s": watch_s, "min_requests": 20}
     answer = cluster.ask("POST", "/admin/rollout", json=body)
     assert answer.status_code == 200, answer.text
     return int(answer.json()["revision"])
@@ -144,7 +144,7 @@ def test_an_equal_configuration_is_taken_and_an_operator_may_end_the_next(paced:
         assert done.returncode == 0, done.stderr
         assert "decode.max_batch_size: 256 -> 128" in done.stderr
         (revision,) = revisions(paced)
-        begin(paced, {"decode": {"max_batch_size": 64}})
+        begin(paced, {"decode": {"max_batch_size": 64}}, watch_s=120)
         refused = paced.scale(decode=3)
         assert refused.status_code == 400
         assert "--abort" in refused.text
@@ -211,11 +211,20 @@ def test_sixteen_streams_notice_nothing_of_a_good_configuration(real: Any) -> No
 
 def test_workers_that_cannot_start_are_rolled_back(real: Any) -> None:
     before = revisions(real)
+    refused = real.ask("POST", "/admin/rollout", json={"action": "start", "config": {"dtype": "float16"}})
+    assert refused.status_code == 400
+    assert "float16 is for GPUs" in refused.text, "what can be known before is refused"
+    old = worker_processes(real)
     streams = variants(real, 4, 200)
     with streams_beside(real, streams):
-        found = ended(real, begin(real, {"dtype": "float16"}))
+        revision = begin(real, {"decode": {"max_batch_size": 16}})
+        while state(real)["phase"] not in ("rolling_back", "done", "rolled_back"):
+            for pid in worker_processes(real) - old:
+                kill(pid)
+            threading.Event().wait(0.02)
+        found = ended(real, revision)
     assert found["phase"] == "rolled_back"
-    assert "float16" in found["reason"]
+    assert "new workers end" in found["reason"]
     assert revisions(real) == before
     real.until(real.clean, 30)
 
@@ -241,6 +250,10 @@ def test_workers_that_die_under_requests_are_rolled_back(real: Any) -> None:
     assert revisions(real) == before
     real.until(lambda: real.settled(1, 1), 60)
     real.until(real.clean, 30)
+
+
+def worker_processes(cluster: Any) -> set[int]:
+    return {pid for pid, command in cluster.processes().items() if command.startswith("ray::WorkerProcess")}
 
 
 def kill(pid: int) -> None:
