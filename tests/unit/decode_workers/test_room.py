@@ -118,22 +118,29 @@ class World:
 def test_every_stream_ends_and_none_waits_for_long(
     num_seats: int, num_blocks: int, wanted: list[tuple[int, int, Share]]
 ) -> None:
-    """All are wanted from the beginning on; each is attached as soon as the worker takes it."""
     world = World(num_seats, num_blocks)
-    waiting = list(wanted)
-    steps = 0
-    while waiting or world.latest:
-        if waiting and world.attach(*waiting[0]) is not None:
-            waiting.pop(0)
-            continue
-        world.step()
-        steps += 1
-        assert steps < 20_000, "a stream starves"
-    assert world.cache.num_free == num_blocks
+    run_all(world, wanted)
     tokens = sum(prompt + answer for prompt, answer, _ in wanted)
     rounds_s = 4 * len(wanted) * SLICE_STEPS * STEP_S
     again_s = tokens / (CHUNK / BUDGET_SHARE) * STEP_S
     assert world.longest_gap_s <= TURN_S / 2 + rounds_s + again_s
+
+
+def run_all(world: World, wanted: list[tuple[int, int, Share]], common: int = 0) -> None:
+    """All are wanted from the beginning on; each is attached as soon as the worker takes it. Their prompts are longer by the
+    `common` tokens that all begin with.
+    """
+    waiting, steps = list(wanted), 0
+    while waiting or world.latest:
+        if waiting:
+            prompt, answer, share = waiting[0]
+            if world.attach(common + prompt, answer, share, common) is not None:
+                waiting.pop(0)
+                continue
+        world.step()
+        steps += 1
+        assert steps < 20_000, "a stream starves"
+    assert world.cache.num_free == world.num_blocks
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
@@ -318,18 +325,7 @@ def test_nobody_gives_blocks_for_a_newcomer_that_can_not_get_enough() -> None:
 def test_streams_that_share_their_beginning_end_as_well(
     num_seats: int, num_blocks: int, wanted: list[tuple[int, int, Share]]
 ) -> None:
-    world, waiting, steps = World(num_seats, num_blocks), list(wanted), 0
-    common = 12 * BLOCK
-    while waiting or world.latest:
-        if waiting:
-            own, answer, share = waiting[0]
-            if world.attach(common + own, answer, share, common=common) is not None:
-                waiting.pop(0)
-                continue
-        world.step()
-        steps += 1
-        assert steps < 20_000, "a stream starves"
-    assert world.cache.num_free == num_blocks
+    run_all(World(num_seats, num_blocks), wanted, common=12 * BLOCK)
 
 
 def test_a_newcomer_takes_from_others_what_it_does_not_share() -> None:
