@@ -23,10 +23,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
 from benchmarks.lib import processes
 from benchmarks.lib.environment import ROOT
+from benchmarks.peers.lines import fastest_dtype
 from benchmarks.peers.setup import LLAMA_CPP, VLLM, PeerEnv
 from configs.models import resolve
 
@@ -115,8 +114,7 @@ def turns(systems: Sequence[System], rounds: Iterable[int]) -> Iterator[tuple[in
 
 def _vllm(name: str, peers: PeerEnv, tokens: str, chunk: str) -> System:
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-    # Without such products, torch's own take minutes for a prompt.
-    dtype = "bfloat16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "float32"
+    dtype = fastest_dtype()
     command = [str(peers.python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(peers.model)]
     command += ["--served-model-name", MODEL, "--dtype", dtype, "--max-model-len", str(CONTEXT), "--max-num-seqs", "64"]
     command += [*(["--max-num-batched-tokens", tokens] if tokens else []), "--host", HOST]

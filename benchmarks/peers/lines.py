@@ -1,4 +1,4 @@
-"""The life of a measured process, the same for every system. Needs only the standard library.
+"""The life of a measured process, the same for every system. Needs only the standard library, and torch where that is there.
 
     start ──► {"ready": version} ──► [{"prefill": [...], "decode": [...]} ──► {"prefill 256": tokens/s, ...}] … ──► end of input
 
@@ -38,6 +38,16 @@ class Cases:
 
 
 Measure = Callable[[Cases], dict[str, float]]
+
+
+def fastest_dtype() -> str:
+    """Return the type that torch computes in fastest on this processor: bfloat16 where oneDNN has such products.
+
+    Without them, torch takes minutes for a prompt in bfloat16. Imports torch.
+    """
+    import torch
+
+    return "bfloat16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "float32"
 
 
 def prefill_name(length: int) -> str:

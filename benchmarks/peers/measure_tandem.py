@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from lines import DECODE_STEPS, Cases, claim_stdout, decode_name, median_s, prefill_name, serve
+from lines import DECODE_STEPS, Cases, claim_stdout, decode_name, fastest_dtype, median_s, prefill_name, serve
 
 from configs.arithmetic import ceil_div
 from configs.models import resolve
@@ -81,7 +81,7 @@ def machine_limits() -> dict[str, float]:
     In bfloat16 only where oneDNN multiplies it: torch by itself takes minutes for what float32 takes a second for.
     """
     limits = {}
-    multiplies_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    multiplies_bfloat16 = fastest_dtype() == "bfloat16"
     for dtype in (torch.bfloat16, torch.float32) if multiplies_bfloat16 else (torch.float32,):
         x, weight = torch.randn(MATRIX, MATRIX).to(dtype), torch.randn(MATRIX, MATRIX).to(dtype)
         ways: list[Callable[[], object]] = [lambda x=x, weight=weight: x @ weight]  # type: ignore[misc]

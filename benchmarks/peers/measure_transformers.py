@@ -11,7 +11,7 @@ import sys
 import time
 from functools import partial
 
-from lines import DECODE_STEPS, Cases, claim_stdout, decode_name, median_s, prefill_name, serve
+from lines import DECODE_STEPS, Cases, claim_stdout, decode_name, fastest_dtype, median_s, prefill_name, serve
 
 
 def main() -> None:
@@ -22,7 +22,7 @@ def main() -> None:
 
     torch.set_num_threads(int(threads))
     torch.set_grad_enabled(False)
-    dtype = torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+    dtype = fastest_dtype()
     # Comes in evaluation mode.
     model = transformers.AutoModelForCausalLM.from_pretrained(model_directory, dtype=dtype, attn_implementation="sdpa")
     rng = random.Random(0)
@@ -46,7 +46,7 @@ def main() -> None:
         measured = {prefill_name(n): n / median_s(partial(prefill, n)) for n in cases.prefill}
         return measured | {decode_name(*case): decode(*case) for case in cases.decode}
 
-    serve(channel, f"{transformers.__version__} in {str(dtype).removeprefix('torch.')}", measure)
+    serve(channel, f"{transformers.__version__} in {dtype}", measure)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import time
 from functools import partial
 from typing import Any
 
-from lines import DECODE_STEPS, Cases, claim_stdout, decode_name, median_s, prefill_name, serve
+from lines import DECODE_STEPS, Cases, claim_stdout, decode_name, fastest_dtype, median_s, prefill_name, serve
 
 WARM_STEPS = 3
 """Decode steps before those that are timed: vLLM may schedule a step ahead, so the first ones are no whole ones."""
@@ -34,7 +34,7 @@ def main() -> None:
     import torch  # comes after the settings that it reads
     import vllm  # type: ignore[import-not-found]
 
-    dtype = "bfloat16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "float32"
+    dtype = fastest_dtype()
     llm = vllm.LLM(
         model,
         dtype=dtype,
