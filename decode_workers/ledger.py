@@ -379,7 +379,7 @@ class Ledger:
 
     def return_cost(self, ticket_id: int, num_tokens: int, at_most: int) -> Cost:
         """Return what `readmit` would take as things are."""
-        first, cached = self._cached_from(self._attached(ticket_id), at_most)
+        first, cached = self._cached_from(self._attached(ticket_id).keys, at_most)
         return self._cost(first, self.blocks_for(num_tokens), cached)
 
     def readmit(self, ticket_id: int, num_tokens: int, at_most: int, spare: int | None = None) -> int | None:
@@ -391,7 +391,7 @@ class Ledger:
         """
         entry = self._attached(ticket_id)
         assert entry.preempted, "only what was preempted comes back"
-        first, cached = self._cached_from(entry, at_most)
+        first, cached = self._cached_from(entry.keys, at_most)
         table = self._new_table(first, self.blocks_for(num_tokens), cached, spare)
         if table is None:
             return None
@@ -488,14 +488,11 @@ class Ledger:
 
     def _reserved_from(self, token_ids: tuple[int, ...], keys: Sequence[bytes], own_tokens: int) -> tuple[int, Sequence[bytes]]:
         """The first block that a new ticket needs, and the keys of its cached leading ones."""
-        usable = keys[: max(0, len(token_ids) - own_tokens) // self._block_size]
-        num_held = self._tables.match(usable)
-        if own_tokens:
-            return self._tables.first_block(num_held * self._block_size), usable[:num_held]
-        return self._window.first_seen(len(token_ids)) // self._block_size, usable[:num_held]
+        first, cached = self._cached_from(keys, max(0, len(token_ids) - own_tokens))
+        return first if own_tokens else self._window.first_seen(len(token_ids)) // self._block_size, cached
 
     def _cost(self, first: int, length: int, keys: Sequence[bytes]) -> Cost:
-        """What `_new_table` takes."""
+        """What a table from the block `first` on, `length` long, takes of the pool, of which those with `keys` are cached."""
         cached = keys[first:]
         num_blocks = self._tables.cost(first, self._length(first, length), cached)
         return Cost(num_blocks + self._kept(cached) - self._kept(), cached)
@@ -504,9 +501,9 @@ class Ledger:
         """As long as a table from the block `first` on may be at once, of one that is to be so long."""
         return min(length, first + self._tables.at_once(length * self._block_size))
 
-    def _cached_from(self, entry: TicketEntry, at_most: int) -> tuple[int, Sequence[bytes]]:
-        """The first block that a preempted ticket needs, and the keys of its cached leading ones, of `at_most` tokens."""
-        usable = entry.keys[: at_most // self._block_size]
+    def _cached_from(self, keys: Sequence[bytes], at_most: int) -> tuple[int, Sequence[bytes]]:
+        """The first block that is needed behind what is cached of the first `at_most` tokens, and the keys of that."""
+        usable = keys[: at_most // self._block_size]
         num_held = self._tables.match(usable)
         return self._tables.first_block(num_held * self._block_size), usable[:num_held]
 

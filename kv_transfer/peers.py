@@ -97,9 +97,9 @@ class DecodePeers:
             heartbeat_s=self._limits.heartbeat_s,
         )
         # Not before: who only claims to be another life of a worker must not part us from it.
-        for former in [ref for ref in self._pairs if ref.worker_id == peer.worker_id and ref.epoch <= peer.epoch]:
-            if former != peer:
-                self._retire(former)
+        others = [ref for ref in self._pairs if ref.worker_id == peer.worker_id and ref != peer]
+        for former in [ref for ref in others if ref.epoch <= peer.epoch]:
+            self._retire(former)
         return pair
 
     def _sent(self, num_bytes: int) -> None:

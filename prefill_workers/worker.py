@@ -115,10 +115,8 @@ class PrefillWorker:
         self._jobs.fail_broken()
         self._fetching.retire_lost()
         if self._cache.lacking and (held := self._num_held()):
-            growth = self.core.growth_beside(self)
             for job in self._jobs:
-                fits = growth is not None and self._scheduler.fits(len(job.message.token_ids), growth + held)
-                if job.began is None and not job.stopped and not fits:
+                if job.began is None and not job.stopped and not self._has_room(len(job.message.token_ids), held):
                     self._jobs.fail(job, self._crowded())
 
     def changed(self) -> None:
@@ -163,7 +161,7 @@ class PrefillWorker:
             if len(self._jobs) >= self._max_queued:
                 raise OverloadedError(f"{len(self._jobs)} prompts are waiting already", retry_after_s=1.0)
             check_prefill(message, self.core.facts, self._scheduler)
-            if not self._has_room(len(message.token_ids)):
+            if not self._has_room(len(message.token_ids), self._num_held()):
                 raise self._crowded()
         except TandemError as error:
             self._send(router, Failed.from_error(message.call_id, error))
@@ -182,10 +180,12 @@ class PrefillWorker:
         self._jobs.add(job)
         self.core.spawn(self._admit(job))
 
-    def _has_room(self, num_tokens: int) -> bool:
-        """Whether a prompt gets blocks once those before it are gone. The worker's streams may last: it had another role."""
+    def _has_room(self, num_tokens: int, held: int) -> bool:
+        """Whether a prompt gets blocks once those before it are gone, beside `held` ones. The worker's streams may last: it had
+        another role.
+        """
         growth = self.core.growth_beside(self)
-        return growth is not None and self._scheduler.fits(num_tokens, growth + self._num_held())
+        return growth is not None and self._scheduler.fits(num_tokens, growth + held)
 
     def _num_held(self) -> int:
         """Blocks that no prompt can wait for: those of the worker's streams, and those that a read or a write of a tier has
