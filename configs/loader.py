@@ -248,8 +248,9 @@ def _kv_format(config: ClusterConfig) -> list[tuple[str, str]]:
 
 
 def _machine_decides(config: ClusterConfig) -> bool:
-    """Whether only the machine says what workers compute on: with `device: auto` and no GPU named they share those that there
-    are (`cluster.gpu_shares`)."""
+    """Whether only the machine says what workers compute on: with `device: auto` and no GPU named they share its GPUs, if it
+    has any (`cluster.gpu_shares`).
+    """
     return config.device == "auto" and not any(pool.on_gpu for _, pool in _pools(config))
 
 

@@ -156,7 +156,7 @@ def parse_body(kind: type[_B], data: bytes) -> _B:
 
 
 def _is_finite(value: Any) -> bool:
-    """Whether all numbers are that a JSON value holds. It may be nested as deep as `check_counts` lets it."""
+    """Whether all numbers in a JSON value are finite. The value may be nested as deep as `check_counts` lets it."""
     left = [value]
     while left:
         each = left.pop()

@@ -4,4 +4,4 @@
 #include <immintrin.h>
 
 constexpr int64_t kNearBytes = 48 << 10;     // so far ahead keys are asked for, but 64 to 128 tokens
-constexpr auto kNearHint = _MM_HINT_T1;        // into the second cache
+constexpr auto kNearHint = _MM_HINT_T1;      // into the second cache

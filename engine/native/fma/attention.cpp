@@ -6,9 +6,9 @@
 //
 // Prompts and single tokens go one way. The context is read in chunks of fixed places, keys before values: those of all heads, unless
 // heads are shared out among threads, as a prompt's are. What comes next is brought near meanwhile. Keys and values become float32
-// once for all rows that see them, but values are multiplied as they lie where these rows are few. Each row keeps a running maximum and total, as in Milakov and Gimelshein,
-// "Online normalizer calculation for softmax", 2018, and Dao et al., "FlashAttention", 2022. Scores are logarithms to the
-// base of two.
+// once for all rows that see them, but values are multiplied as they lie where these rows are few. Each row keeps a running maximum
+// and total, as in Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, and Dao et al., "FlashAttention", 2022.
+// Scores are logarithms to the base of two.
 //
 // A pool of eight bits is [slots, K, H + 2] bytes: bytes.h has what they stand for.
 

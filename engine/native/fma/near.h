@@ -4,4 +4,4 @@
 #include <immintrin.h>
 
 constexpr int64_t kNearBytes = 24 << 10;     // so far ahead keys are asked for, but at least as many tokens as are read at a time
-constexpr auto kNearHint = _MM_HINT_T0;        // into the first cache
+constexpr auto kNearHint = _MM_HINT_T0;      // into the first cache
