@@ -10,6 +10,7 @@ A reservation that the worker could never serve is a mistake of the request. It 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from decode_workers.ledger import Ledger
@@ -86,7 +87,7 @@ class Reservations:
         if entry is None:
             if message.displaces:
                 token_ids, max_tokens = message.prompt_token_ids, message.max_tokens
-                cost = self._ledger.reserve_cost(token_ids, max_tokens, message.cache_salt, message.own_tokens)
+                cost = partial(self._ledger.reserve_cost, token_ids, max_tokens, message.cache_salt, message.own_tokens)
                 room.want(share, self._ledger.blocks_for_ticket(len(token_ids), max_tokens), cost)
             kind = TenantFullError if room.holds_most(share) else OverloadedError
             raise kind(f"full: {room.reservable_blocks} KV blocks may be reserved", retry_after_s=1.0)

@@ -55,8 +55,8 @@ class Room:
         self._budget = RecomputeBudget(max_chunk_tokens)
         self._preempted: dict[int, Stream] = {}
         """By ticket; the one that has waited longest comes first."""
-        self._wanted: tuple[Share, int, Cost] | None = None
-        """What a newcomer was refused since the latest step began: blocks, and what they take of the pool."""
+        self._wanted: tuple[Share, int, Callable[[], Cost]] | None = None
+        """What a newcomer was refused since the latest step began: blocks, and what they take of the pool at any moment."""
         self._kept: _Kept | None = None
         self._due_ticket: int | None = None
         """The preempted stream that has waited long enough to take the place of others, when nobody may give any."""
@@ -113,7 +113,8 @@ class Room:
         if self._kept is not None and self._clock() > self._kept.until:
             self._kept = None
         if self._wanted is not None:
-            self._make_room(*self._wanted, step)
+            share, num_blocks, cost = self._wanted
+            self._make_room(share, num_blocks, cost(), step)
             self._wanted = None
         if self._preempted and not any(stream.recomputing for stream in self._streams.values()):
             return self._next_back() or self._longest_back(step)
@@ -154,9 +155,10 @@ class Room:
         loads = loads_of(self._holdings())
         return max(loads, key=lambda each: loads[each], default=None) == share
 
-    def want(self, share: Share, num_blocks: int, cost: Cost) -> None:
-        """Note that a newcomer was refused so many blocks, which take this much of the pool: the next `settle` makes room for
-        it, if somebody has to give.
+    def want(self, share: Share, num_blocks: int, cost: Callable[[], Cost]) -> None:
+        """Note that a newcomer was refused so many blocks: the next `settle` makes room for it, if somebody has to give.
+
+        `cost` says what they take of the pool by then: what was cached of them may be gone.
         """
         self._wanted = share, num_blocks, cost
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from decode_workers.ledger import Ledger
 from decode_workers.scheduler import DecodeScheduler
@@ -118,7 +119,7 @@ class DecodeWorker:
             spare=room.spare_beside(NOBODYS, displaces=True),
         )
         if entry is None:
-            cost = self._ledger.reserve_cost(request.token_ids, request.output_len, "", own_tokens)
+            cost = partial(self._ledger.reserve_cost, request.token_ids, request.output_len, "", own_tokens)
             room.want(NOBODYS, self._ledger.blocks_for_ticket(len(request.token_ids), request.output_len), cost)
             self._loop.look_again()
             return None

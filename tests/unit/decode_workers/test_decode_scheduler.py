@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -128,7 +129,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             spare = room.spare_beside(share, displaces=True)
             entry = self.ledger.reserve(owner, token_ids, answer, "", own_tokens=1, share=share, spare=spare)
             if entry is None:
-                cost = self.ledger.reserve_cost(token_ids, answer, "", own_tokens=1)
+                cost = partial(self.ledger.reserve_cost, token_ids, answer, "", own_tokens=1)
                 room.want(share, self.ledger.blocks_for_ticket(prompt, answer), cost)
             else:
                 room.granted(share)

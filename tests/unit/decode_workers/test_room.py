@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -62,7 +63,8 @@ class World:
         token_ids = (*range(1_000_000, 1_000_000 + common), *own)
         entry = self.ledger.reserve(b"r", token_ids, answer, "", share=share, spare=room.spare_beside(share, displaces=True))
         if entry is None:
-            room.want(share, self.ledger.blocks_for_ticket(prompt, answer), self.ledger.reserve_cost(token_ids, answer, ""))
+            cost = partial(self.ledger.reserve_cost, token_ids, answer, "")
+            room.want(share, self.ledger.blocks_for_ticket(prompt, answer), cost)
             return None
         room.granted(share)
         if (missing := prompt - entry.held_tokens) > 0:
@@ -132,11 +134,7 @@ def run_all(world: World, wanted: list[tuple[int, int, Share]], common: int = 0)
     """
     waiting, steps = list(wanted), 0
     while waiting or world.latest:
-        if waiting:
-            prompt, answer, share = waiting[0]
-            if world.attach(common + prompt, answer, share, common) is not None:
-                waiting.pop(0)
-                continue
+        waiting = [each for each in waiting if world.attach(common + each[0], *each[1:], common) is None]
         world.step()
         steps += 1
         assert steps < 20_000, "a stream starves"
@@ -237,10 +235,10 @@ def test_a_preempted_stream_keeps_its_own_tenants_tickets_waiting_not_everybodys
 def test_room_that_was_made_is_kept_for_its_tenant_only_for_a_while() -> None:
     world = crowded(3, 60, 8, 60)
     room = world.scheduler.room
-    room.want(ONE, 5, Cost(5, ()))
+    room.want(ONE, 5, lambda: Cost(5, ()))
     world.step()
     assert room.spare_beside(ONE, displaces=True) == 3, "its own tenant's streams have seats: nobody has to give"
-    room.want(TWO, 5, Cost(5, ()))
+    room.want(TWO, 5, lambda: Cost(5, ()))
     world.step()
     assert room.spare_beside(ONE, displaces=True) == 3 + 5
     assert room.spare_beside(TWO, displaces=False) == 3 + 5
@@ -273,7 +271,7 @@ def test_drafts_get_slots_that_nobody_else_wants() -> None:
         world.step()
     own = len(stream.block_table) * BLOCK - len(stream.token_ids)
     assert room.draft_slots(stream, own + 1) == own, "a block for each of both is left, and not more"
-    room.want(TWO, 5, Cost(5, ()))
+    room.want(TWO, 5, lambda: Cost(5, ()))
     assert room.draft_slots(stream, own + 1) == own
     assert world.scheduler.preemptions == 0
 
@@ -341,3 +339,20 @@ def test_a_newcomer_takes_from_others_what_it_does_not_share() -> None:
         newcomer = world.attach(40 * BLOCK + 3, 60, TWO, common=40 * BLOCK)
     assert refused <= 2
     assert world.scheduler.preemptions <= 2
+
+
+def test_what_a_refused_newcomer_would_have_shared_may_be_gone_when_room_is_made_for_it() -> None:
+    """Another newcomer comes between its refusal and the next step, and takes the cached blocks."""
+    world = World(4, 60)
+    ended = world.attach(20 * BLOCK, 4, ONE, common=20 * BLOCK)
+    assert ended is not None
+    world.steps_until(ended)
+    assert world.attach(10 * BLOCK, 60, ONE) is not None
+    cached = set(world.cache.keys())
+    assert world.attach(50 * BLOCK, 36, TWO, common=20 * BLOCK) is None
+    assert world.attach(40 * BLOCK, 4, TWO) is not None
+    assert not cached <= set(world.cache.keys()), "it took what was cached"
+    world.step()
+    while world.latest:
+        world.step()
+    assert world.cache.num_free == world.num_blocks
