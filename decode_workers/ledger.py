@@ -28,26 +28,15 @@ import itertools
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
-from configs.arithmetic import ceil_div
 from configs.model_files.kv_window import WHOLE, KvWindow
+from decode_workers.ticket_blocks import Cost, TicketBlocks
 from decode_workers.ticket_entry import TicketEntry
-from engine.memory.block_table import BlockTable, BlockTables
 from engine.memory.prefix_cache import PrefixCache
 from protocol.cache.keys import block_keys, more_keys
 from protocol.gang import STEP_LEASES
 from protocol.share import NOBODYS, Share
-from protocol.ticket import TicketState, check_transition, reserved_tokens
-
-
-class Cost(NamedTuple):
-    """What a ticket takes of the pool when it gets its blocks."""
-
-    num_blocks: int
-    """Blocks fewer that are free then, as `Ledger.num_free` counts them."""
-    shared: Sequence[bytes]
-    """Keys of the cached blocks among its own."""
+from protocol.ticket import TicketState, check_transition
 
 
 class Ledger:
@@ -55,9 +44,8 @@ class Ledger:
 
     `clock` gives monotonic seconds. `on_committed` is called when a ticket may be attached, `on_failed` when one is aborted or
     expired, and `on_settled` when a ticket's blocks are free again. `on_released` gets the keys and the salt of blocks that a
-    ticket no longer has. `ids` has the tickets' ids, where others take some of them, too. A step computes up to `step_tokens`
-    of a sequence, whose tokens see what their `window` leaves them. `beside` says, where there is a window, how many blocks
-    have to stay free for prompts that are computed for others, if a ticket takes the cached blocks of these keys.
+    ticket no longer has. `ids` has the tickets' ids, where others take some of them, too. `window`, `step_tokens` and `beside`
+    are those of `TicketBlocks`.
     """
 
     def __init__(
@@ -77,7 +65,8 @@ class Ledger:
         beside: Callable[[Sequence[bytes]], int] = lambda _: 0,
     ) -> None:
         self._cache = cache
-        self._tables = BlockTables(cache, block_size, window, step_tokens)
+        self.blocks = TicketBlocks(cache, block_size, window, step_tokens, beside)
+        self._tables = self.blocks.tables
         self._window = window
         self._block_size = block_size
         self._lease_s = lease_s
@@ -86,7 +75,6 @@ class Ledger:
         self._on_failed = on_failed
         self._on_settled = on_settled
         self._on_released = on_released
-        self._beside = beside
         self._entries: dict[int, TicketEntry] = {}
         self._ids = itertools.count(1) if ids is None else ids
         self.cache_queries = 0
@@ -106,16 +94,6 @@ class Ledger:
         return sum(entry.pushes_in_flight for entry in self._entries.values())
 
     @property
-    def total_blocks(self) -> int:
-        """KV blocks of the whole pool."""
-        return self._cache.num_blocks
-
-    @property
-    def num_free(self) -> int:
-        """KV blocks that nobody owns, and that tickets may take."""
-        return self._cache.num_free - self._kept()
-
-    @property
     def num_holders(self) -> int:
         """Tickets that hold blocks, of which each may soon want another one."""
         return sum(bool(entry.block_table) for entry in self._entries.values() if not entry.state.final)
@@ -133,13 +111,8 @@ class Ledger:
         if not self._tables.windowed:
             return self.num_holders
         holders = (entry for entry in self._entries.values() if entry.block_table and not entry.state.final)
-        most = ((self.blocks_at_once(len(each.token_ids) + each.max_tokens), each.block_table.num_owned) for each in holders)
+        most = ((self.blocks.at_once(len(each.token_ids) + each.max_tokens), each.block_table.num_owned) for each in holders)
         return sum(max(0, at_once - owned) for at_once, owned in most)
-
-    def fits(self, num_tokens: int, max_tokens: int) -> bool:
-        """Whether the whole pool could hold what is seen of a prompt of `num_tokens` and its answer, whose last token needs no
-        slot."""
-        return self.blocks_at_once(num_tokens + max_tokens - 1) <= self._cache.num_blocks
 
     def reserve(
         self,
@@ -159,13 +132,15 @@ class Ledger:
         The blocks of the last `own_tokens` of the prompt are not taken from the cache. Without such tokens the prompt is not
         computed here.
         """
-        assert self.fits(len(token_ids), max_tokens), "too long for this pool: refuse it on arrival"
-        keys = self._keys(token_ids, cache_salt)
-        first, cached = self._reserved_from(token_ids, keys, own_tokens)
-        block_table = self._new_table(first, self._reserved_blocks(len(token_ids), max_tokens), cached, spare)
+        blocks, num_tokens = self.blocks, len(token_ids)
+        assert blocks.fits(num_tokens, max_tokens), "too long for this pool: refuse it on arrival"
+        keys = block_keys(token_ids, self._block_size, cache_salt)
+        first, cached = blocks.cached_for_new(keys, num_tokens, own_tokens)
+        spare = self.num_holders if spare is None else spare
+        block_table = blocks.new(first, blocks.reserved(num_tokens, max_tokens), cached, spare)
         if block_table is None:
             return None
-        held, unseen = len(cached) * self._block_size, self._window.first_seen(len(token_ids))
+        held, unseen = len(cached) * self._block_size, self._window.first_seen(num_tokens)
         # Whoever fills or aborts a transfer has been told its id: a number that comes from elsewhere meets no ticket.
         transfer_id = secrets.randbits(63)
         entry = TicketEntry(
@@ -188,20 +163,9 @@ class Ledger:
 
     def reserve_cost(self, token_ids: tuple[int, ...], max_tokens: int, cache_salt: str, own_tokens: int = 0) -> Cost:
         """Return what `reserve` would take as things are."""
-        first, cached = self._reserved_from(token_ids, self._keys(token_ids, cache_salt), own_tokens)
-        return self._cost(first, self._reserved_blocks(len(token_ids), max_tokens), cached)
-
-    def blocks_for_ticket(self, num_tokens: int, max_tokens: int) -> int:
-        """The most blocks of a new ticket for a prompt of `num_tokens`, those that are cached included."""
-        return self.blocks_at_once(reserved_tokens(num_tokens, max_tokens, self._block_size))
-
-    def blocks_at_once(self, num_tokens: int) -> int:
-        """The most blocks that a sequence of so many tokens has at a time."""
-        return self._tables.at_once(num_tokens)
-
-    def blocks_for(self, num_tokens: int) -> int:
-        """Smallest number of blocks that holds so many tokens."""
-        return ceil_div(num_tokens, self._block_size)
+        keys, num_tokens = block_keys(token_ids, self._block_size, cache_salt), len(token_ids)
+        first, cached = self.blocks.cached_for_new(keys, num_tokens, own_tokens)
+        return self.blocks.cost(first, self.blocks.reserved(num_tokens, max_tokens), cached)
 
     def find(self, ticket_id: int) -> TicketEntry | None:
         """The ticket's entry. None if it is unknown or in a final state."""
@@ -336,9 +300,9 @@ class Ledger:
             if entry.wanted_from is not None:
                 kept_from = min(kept_from, entry.wanted_from)
             self._tables.give_up(entry.block_table, kept_from // self._block_size, entry.keys)
-        length = self.blocks_for(num_tokens)
+        length = self.blocks.holding(num_tokens)
         missing = length - len(entry.block_table)
-        return missing <= 0 or (missing <= self.num_free and self._tables.lengthen(entry.block_table, length))
+        return missing <= 0 or (missing <= self.blocks.num_free and self._tables.lengthen(entry.block_table, length))
 
     def begins_at(self, ticket_id: int) -> int:
         """Position of the first token whose KV an attached ticket has."""
@@ -379,8 +343,8 @@ class Ledger:
 
     def return_cost(self, ticket_id: int, num_tokens: int, at_most: int) -> Cost:
         """Return what `readmit` would take as things are."""
-        first, cached = self._cached_from(self._attached(ticket_id).keys, at_most)
-        return self._cost(first, self.blocks_for(num_tokens), cached)
+        first, cached = self.blocks.cached(self._attached(ticket_id).keys, at_most)
+        return self.blocks.cost(first, self.blocks.holding(num_tokens), cached)
 
     def readmit(self, ticket_id: int, num_tokens: int, at_most: int, spare: int | None = None) -> int | None:
         """Give a preempted ticket blocks for its tokens, as many as it has at once, if `spare` blocks stay free as beside a new
@@ -391,8 +355,9 @@ class Ledger:
         """
         entry = self._attached(ticket_id)
         assert entry.preempted, "only what was preempted comes back"
-        first, cached = self._cached_from(entry.keys, at_most)
-        table = self._new_table(first, self.blocks_for(num_tokens), cached, spare)
+        first, cached = self.blocks.cached(entry.keys, at_most)
+        spare = self.num_holders if spare is None else spare
+        table = self.blocks.new(first, self.blocks.holding(num_tokens), cached, spare)
         if table is None:
             return None
         entry.block_table.take(table)
@@ -470,43 +435,6 @@ class Ledger:
         owners = Counter(block for entry in self._entries.values() for block in entry.block_table.owned)
         assert all(owners[block] == 1 for block in written), "a push writes into a shared block"
 
-    def _new_table(self, first: int, length: int, keys: Sequence[bytes], spare: int | None) -> BlockTable | None:
-        """A table from the block `first` on, of which those with `keys` are cached, and as long as `length` but for what has to
-        wait until others are given back. None if fewer than `spare` blocks would stay free.
-        """
-        length = self._length(first, length)
-        cached = keys[first:]
-        spare = self.num_holders if spare is None else spare
-        if self._tables.cost(first, length, cached) > self._cache.num_free - self._kept(cached) - spare:
-            return None
-        table = self._tables.new(first, length, cached)
-        assert table is not None, "reservable blocks are free"
-        return table
-
-    def _reserved_blocks(self, num_tokens: int, max_tokens: int) -> int:
-        return self.blocks_for(reserved_tokens(num_tokens, max_tokens, self._block_size))
-
-    def _reserved_from(self, token_ids: tuple[int, ...], keys: Sequence[bytes], own_tokens: int) -> tuple[int, Sequence[bytes]]:
-        """The first block that a new ticket needs, and the keys of its cached leading ones."""
-        first, cached = self._cached_from(keys, max(0, len(token_ids) - own_tokens))
-        return first if own_tokens else self._window.first_seen(len(token_ids)) // self._block_size, cached
-
-    def _cost(self, first: int, length: int, keys: Sequence[bytes]) -> Cost:
-        """What a table from the block `first` on, `length` long, takes of the pool, of which those with `keys` are cached."""
-        cached = keys[first:]
-        num_blocks = self._tables.cost(first, self._length(first, length), cached)
-        return Cost(num_blocks + self._kept(cached) - self._kept(), cached)
-
-    def _length(self, first: int, length: int) -> int:
-        """As long as a table from the block `first` on may be at once, of one that is to be so long."""
-        return min(length, first + self._tables.at_once(length * self._block_size))
-
-    def _cached_from(self, keys: Sequence[bytes], at_most: int) -> tuple[int, Sequence[bytes]]:
-        """The first block that is needed behind what is cached of the first `at_most` tokens, and the keys of that."""
-        usable = keys[: at_most // self._block_size]
-        num_held = self._tables.match(usable)
-        return self._tables.first_block(num_held * self._block_size), usable[:num_held]
-
     def _make_room(self, entry: TicketEntry, added: tuple[int, ...]) -> bool:
         """Let a ticket that is filled stand for these as well, and have blocks for all that is seen. False, and nothing
         changes, if they are too many or need too many blocks.
@@ -515,18 +443,12 @@ class Ledger:
         if max_tokens < 1:
             return False
         token_ids = entry.token_ids + added
-        length = self.blocks_for(reserved_tokens(len(token_ids), max_tokens, self._block_size))
+        length = self.blocks.reserved(len(token_ids), max_tokens)
         first = entry.unseen_tokens // self._block_size
-        if not self._tables.move(entry.block_table, first, length, entry.keys, self._kept()):
+        if not self._tables.move(entry.block_table, first, length, entry.keys, self.blocks.kept()):
             return False
         entry.token_ids, entry.max_tokens = token_ids, max_tokens
         return True
-
-    def _kept(self, shared: Sequence[bytes] = ()) -> int:
-        return self._beside(shared) if self._tables.windowed else 0
-
-    def _keys(self, token_ids: Sequence[int], cache_salt: str) -> list[bytes]:
-        return block_keys(token_ids, self._block_size, cache_salt)
 
     def _attach(self, entry: TicketEntry) -> TicketEntry:
         self._move(entry, TicketState.ATTACHED)

@@ -88,7 +88,7 @@ class Reservations:
             if message.displaces:
                 token_ids, max_tokens = message.prompt_token_ids, message.max_tokens
                 cost = partial(self._ledger.reserve_cost, token_ids, max_tokens, message.cache_salt, message.own_tokens)
-                room.want(share, self._ledger.blocks_for_ticket(len(token_ids), max_tokens), cost)
+                room.want(share, self._ledger.blocks.most_reserved(len(token_ids), max_tokens), cost)
             kind = TenantFullError if room.holds_most(share) else OverloadedError
             raise kind(f"full: {room.reservable_blocks} KV blocks may be reserved", retry_after_s=1.0)
         if message.displaces:
@@ -105,9 +105,9 @@ class Reservations:
             raise InvalidRequestError(f"token ids must lie in [0, {self._vocab_size})", param="prompt")
         if not 0 <= message.own_tokens <= num_tokens:
             raise InvalidRequestError(f"{message.own_tokens} of {num_tokens} tokens can't be the ticket's own")
-        if not self._ledger.fits(num_tokens, message.max_tokens):
+        if not self._ledger.blocks.fits(num_tokens, message.max_tokens):
             raise InvalidRequestError(
                 f"prompt ({num_tokens}) and max_tokens ({message.max_tokens}) take more than the "
-                f"{self._ledger.total_blocks} KV blocks that this worker has in all",
+                f"{self._ledger.blocks.total} KV blocks that this worker has in all",
                 param="max_tokens",
             )

@@ -13,9 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from decode_workers.ledger import Cost, Ledger
+from decode_workers.ledger import Ledger
 from decode_workers.rules.preemption import Holding, RecomputeBudget, giver_for_growth, givers_for, loads_of
 from decode_workers.stream import Stream
+from decode_workers.ticket_blocks import Cost
 from protocol.share import Share
 
 _KEPT_S = 1.0
@@ -75,7 +76,7 @@ class Room:
     @property
     def reservable_blocks(self) -> int:
         """Number of blocks that a new ticket may take while nobody gives any."""
-        return max(0, self._ledger.num_free - self._spare)
+        return max(0, self._ledger.blocks.num_free - self._spare)
 
     def remove(self, ticket_id: int) -> None:
         """Forget a stream that has left. Idempotent."""
@@ -100,7 +101,7 @@ class Room:
         if held >= most or self.waits:
             return min(held, most)
         spare = self._spare
-        while held < most and self._ledger.num_free > spare:
+        while held < most and self._ledger.blocks.num_free > spare:
             self._ledger.grow(stream.ticket_id, len(stream.token_ids) + held + 1)
             held = self._ledger.slots_behind(stream.ticket_id, len(stream.token_ids))
         return min(held, most)
@@ -146,7 +147,7 @@ class Room:
         stream = None if self._due_ticket is None else self._preempted.get(self._due_ticket)
         if stream is None or share.level < stream.share.level:
             return 0
-        num_blocks, loads = self._ledger.blocks_at_once(len(stream.token_ids)), loads_of(self._holdings())
+        num_blocks, loads = self._ledger.blocks.at_once(len(stream.token_ids)), loads_of(self._holdings())
         own_load = loads.get(stream.share, 0.0) + num_blocks / stream.share.strength
         return num_blocks if share.tenant == stream.share.tenant or loads.get(share, 0.0) > own_load else 0
 
@@ -169,7 +170,7 @@ class Room:
 
     def _make_room(self, share: Share, num_blocks: int, cost: Cost, step: int) -> None:
         """Keep room for a newcomer if others have to give it some. They do so as far as it is not free already."""
-        missing = cost.num_blocks + self._margin - self._ledger.num_free
+        missing = cost.num_blocks + self._margin - self._ledger.blocks.num_free
         own = self._budget.allows(step)
         givers = givers_for(
             self._holdings(),
@@ -205,9 +206,9 @@ class Room:
         stream = next(iter(self._preempted.values()))
         if self._clock() - stream.preempted_at < self._turn_s / 2 or not self._budget.allows(step):
             return None
-        num_blocks = self._ledger.blocks_at_once(len(stream.token_ids))
+        num_blocks = self._ledger.blocks.at_once(len(stream.token_ids))
         cost = self._ledger.return_cost(stream.ticket_id, len(stream.token_ids), stream.known)
-        missing = cost.num_blocks + self._margin - self._ledger.num_free
+        missing = cost.num_blocks + self._margin - self._ledger.blocks.num_free
         givers = givers_for(
             self._holdings(), stream.share, num_blocks, missing, lambda each: True, keep_oldest=False, freed=self._freed(cost)
         )

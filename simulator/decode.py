@@ -99,7 +99,7 @@ class DecodeWorker:
 
     def fits(self, num_tokens: int, max_tokens: int) -> bool:
         """Tell whether the pool can hold a prompt and its whole answer."""
-        return self._ledger.fits(num_tokens, max_tokens)
+        return self._ledger.blocks.fits(num_tokens, max_tokens)
 
     def reserve(self, request: Request, on_finished: Callable[[], None], *, own_tokens: int = 0) -> Granted | None:
         """Reserve blocks for a request; None if there are too few, or its turn would come too late. The last `own_tokens` are
@@ -120,7 +120,7 @@ class DecodeWorker:
         )
         if entry is None:
             cost = partial(self._ledger.reserve_cost, request.token_ids, request.output_len, "", own_tokens)
-            room.want(NOBODYS, self._ledger.blocks_for_ticket(len(request.token_ids), request.output_len), cost)
+            room.want(NOBODYS, self._ledger.blocks.most_reserved(len(request.token_ids), request.output_len), cost)
             self._loop.look_again()
             return None
         room.granted(NOBODYS)

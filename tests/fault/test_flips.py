@@ -100,7 +100,7 @@ def test_a_worker_whose_blocks_others_hold_takes_no_prompts(small_model: ModelFa
             prompt, sampling = prompt_of(60, 3), endless(10)
             [expected] = await undisturbed(many, [(prompt, sampling)])
             [decode] = [role for role in many.prefill.core._roles if isinstance(role, DecodeWorker)]
-            blocks = decode.ledger.total_blocks
+            blocks = decode.ledger.blocks.total
             ticket = decode.ledger.reserve(b"a router", tuple(range(8 * (blocks - 4))), 1, "", spare=0)
             assert ticket is not None
             asking = asyncio.create_task(many.ask(prompt, sampling))

@@ -130,7 +130,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             entry = self.ledger.reserve(owner, token_ids, answer, "", own_tokens=1, share=share, spare=spare)
             if entry is None:
                 cost = partial(self.ledger.reserve_cost, token_ids, answer, "", own_tokens=1)
-                room.want(share, self.ledger.blocks_for_ticket(prompt, answer), cost)
+                room.want(share, self.ledger.blocks.most_reserved(prompt, answer), cost)
             else:
                 room.granted(share)
                 self.requests.append(Request(entry, SamplingParams(seed=number, max_tokens=answer)))

@@ -447,8 +447,8 @@ def test_pings_keep_a_waiting_ticket_but_not_a_forgotten_one() -> None:
 def test_one_block_for_each_ticket_stays_free_beside_a_new_one() -> None:
     ledger, blocks = book()
     prompt = tuple(range(2 * BLOCK_SIZE + 1))
-    assert ledger.fits(len(prompt), 40)
-    assert not ledger.fits(len(prompt), 41)
+    assert ledger.blocks.fits(len(prompt), 40)
+    assert not ledger.blocks.fits(len(prompt), 41)
     granted = 0
     while ledger.reserve(b"r", prompt, 40, "") is not None:
         granted += 1
@@ -463,9 +463,9 @@ def test_a_preempted_ticket_holds_nothing_and_comes_back() -> None:
     ledger.end_push(entry.ticket_id, 1, ok=True)
     ledger.commit(entry.ticket_id, entry.transfer_id, 1)
     ledger.attach(entry.ticket_id)
-    assert (ledger.num_free, ledger.num_holders) == (NUM_BLOCKS - 1, 1)
+    assert (ledger.blocks.num_free, ledger.num_holders) == (NUM_BLOCKS - 1, 1)
     ledger.preempt(entry.ticket_id)
-    assert (ledger.num_free, ledger.num_holders) == (NUM_BLOCKS, 0)
+    assert (ledger.blocks.num_free, ledger.num_holders) == (NUM_BLOCKS, 0)
     assert ledger.readmit(entry.ticket_id, 9, 8, spare=NUM_BLOCKS) is None, "that many would not stay free"
     assert ledger.readmit(entry.ticket_id, 9, 8, spare=0) == 0
     ledger.preempt(entry.ticket_id)
@@ -577,7 +577,7 @@ def test_a_stream_that_others_wait_for_is_computed_anew_with_no_more_blocks_than
     assert ledger.readmit(entry.ticket_id, 33, 33) == 0
     for computed in range(0, 60, 2):
         assert ledger.grow(entry.ticket_id, computed + 2, computed)
-        assert entry.block_table.num_owned <= ledger.blocks_at_once(100)
+        assert entry.block_table.num_owned <= ledger.blocks.at_once(100)
     assert ledger.begins_at(entry.ticket_id) > 28, "who waited for the lost KV is told so"
 
 

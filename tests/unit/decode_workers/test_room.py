@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decode_workers.ledger import Cost, Ledger
+from decode_workers.ledger import Ledger
 from decode_workers.rules.preemption import BUDGET_SHARE
 from decode_workers.rules.turns import SLICE_STEPS
 from decode_workers.scheduler import DecodeScheduler
 from decode_workers.stream import Stream
+from decode_workers.ticket_blocks import Cost
 from engine.memory.prefix_cache import PrefixCache
 from protocol.sampling import SamplingParams
 from protocol.share import Share
@@ -64,7 +65,7 @@ class World:
         entry = self.ledger.reserve(b"r", token_ids, answer, "", share=share, spare=room.spare_beside(share, displaces=True))
         if entry is None:
             cost = partial(self.ledger.reserve_cost, token_ids, answer, "")
-            room.want(share, self.ledger.blocks_for_ticket(prompt, answer), cost)
+            room.want(share, self.ledger.blocks.most_reserved(prompt, answer), cost)
             return None
         room.granted(share)
         if (missing := prompt - entry.held_tokens) > 0:
@@ -258,16 +259,16 @@ def test_drafts_get_slots_that_nobody_else_wants() -> None:
     world.step()
     room, stream = world.scheduler.room, world.scheduler.find(first)
     assert stream is not None
-    free = world.ledger.num_free
+    free = world.ledger.blocks.num_free
     own = len(stream.block_table) * BLOCK - len(stream.token_ids)
     assert room.draft_slots(stream, own) == own
-    assert world.ledger.num_free == free
+    assert world.ledger.blocks.num_free == free
     assert room.draft_slots(stream, own + 1) == own + 1
-    assert world.ledger.num_free == free - 1
+    assert world.ledger.blocks.num_free == free - 1
     assert room.draft_slots(stream, 200) == own + (free - 2) * BLOCK, "all but one for each of both"
-    assert world.ledger.num_free == 2
+    assert world.ledger.blocks.num_free == 2
     world.step()
-    while world.ledger.num_free > 2:
+    while world.ledger.blocks.num_free > 2:
         world.step()
     own = len(stream.block_table) * BLOCK - len(stream.token_ids)
     assert room.draft_slots(stream, own + 1) == own, "a block for each of both is left, and not more"
@@ -290,7 +291,7 @@ def test_room_is_not_kept_for_a_newcomer_that_has_left_an_idle_worker() -> None:
         world.scheduler.remove(ticket_id)
         world.ledger.release(ticket_id)
     world.scheduler.plan()
-    assert world.ledger.num_free == 100
+    assert world.ledger.blocks.num_free == 100
     three = Share(b"three", 1.0)
     assert world.attach(280, 100, three) is None, "for a second"
     world.now += 60.0

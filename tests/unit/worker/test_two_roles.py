@@ -64,7 +64,7 @@ class TwoRoles:
 
     def stream(self, tokens: Sequence[int], max_tokens: int) -> None:
         """A prompt that is computed here, and its answer."""
-        if not self.ledger.fits(len(tokens), max_tokens):
+        if not self.ledger.blocks.fits(len(tokens), max_tokens):
             return
         entry = self.ledger.reserve(b"r", tuple(tokens), max_tokens, "", own_tokens=1)
         if entry is not None:
