@@ -37,8 +37,9 @@ _NO_SUCH_KIND = "no_such_kind"
 _TOO_LONG = "too_many_elements"
 _SHOWN_CHARS = 40
 _SHOWN_BITS = 100
-_MAYBE_INFINITE = re.compile(rb"[0-9]{200}|[eE]\+?[0-9]{3}")
-"""Found in every JSON text with a number that is infinite as a float: 1e999 is no NaN to the reader, and not refused by it."""
+_MAYBE_INFINITE = re.compile(rb"(?<![0-9])[0-9]{200}|[eE]\+?[0-9]{3}")
+"""Found in every JSON text with a number that is infinite as a float: 1e999 is no NaN to the reader, and not refused by it. The
+lookbehind keeps the search from counting each run of digits again from each of them."""
 _MOST_UNKNOWN = 4
 """Unknown fields of one object that are told; the others are not looked at."""
 
