@@ -99,9 +99,9 @@ class Ledger:
         return sum(bool(entry.block_table) for entry in self._entries.values() if not entry.state.final)
 
     @property
-    def num_held(self) -> int:
-        """KV blocks that tickets hold. Those that several share count once."""
-        return len({block for entry in self._entries.values() for block in entry.block_table.owned})
+    def held_blocks(self) -> set[int]:
+        """KV blocks that tickets hold."""
+        return {block for entry in self._entries.values() for block in entry.block_table.owned}
 
     @property
     def growth(self) -> int:
@@ -111,7 +111,8 @@ class Ledger:
         if not self._tables.windowed:
             return self.num_holders
         holders = (entry for entry in self._entries.values() if entry.block_table and not entry.state.final)
-        most = ((self.blocks.at_once(len(each.token_ids) + each.max_tokens), each.block_table.num_owned) for each in holders)
+        sole = self._cache.num_sole  # what it gives back of what it shares is no other block
+        most = ((self.blocks.at_once(len(each.token_ids) + each.max_tokens), sole(each.block_table.owned)) for each in holders)
         return sum(max(0, at_once - owned) for at_once, owned in most)
 
     def reserve(
@@ -134,7 +135,7 @@ class Ledger:
         """
         blocks, num_tokens = self.blocks, len(token_ids)
         assert blocks.fits(num_tokens, max_tokens), "too long for this pool: refuse it on arrival"
-        keys = block_keys(token_ids, self._block_size, cache_salt)
+        keys = self.keys(token_ids, cache_salt)
         first, cached = blocks.cached_for_new(keys, num_tokens, own_tokens)
         spare = self.num_holders if spare is None else spare
         block_table = blocks.new(first, blocks.reserved(num_tokens, max_tokens), cached, spare)
@@ -161,9 +162,12 @@ class Ledger:
         self._entries[entry.ticket_id] = entry
         return entry
 
-    def reserve_cost(self, token_ids: tuple[int, ...], max_tokens: int, cache_salt: str, own_tokens: int = 0) -> Cost:
-        """Return what `reserve` would take as things are."""
-        keys, num_tokens = block_keys(token_ids, self._block_size, cache_salt), len(token_ids)
+    def keys(self, token_ids: Sequence[int], cache_salt: str) -> list[bytes]:
+        """Return the keys of the full blocks of these tokens."""
+        return block_keys(token_ids, self._block_size, cache_salt)
+
+    def reserve_cost(self, keys: Sequence[bytes], num_tokens: int, max_tokens: int, own_tokens: int = 0) -> Cost:
+        """Return what `reserve` would take as things are, for a prompt of `num_tokens` whose full blocks have these keys."""
         first, cached = self.blocks.cached_for_new(keys, num_tokens, own_tokens)
         return self.blocks.cost(first, self.blocks.reserved(num_tokens, max_tokens), cached)
 

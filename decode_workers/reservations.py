@@ -86,9 +86,10 @@ class Reservations:
         )
         if entry is None:
             if message.displaces:
-                token_ids, max_tokens = message.prompt_token_ids, message.max_tokens
-                cost = partial(self._ledger.reserve_cost, token_ids, max_tokens, message.cache_salt, message.own_tokens)
-                room.want(share, self._ledger.blocks.most_reserved(len(token_ids), max_tokens), cost)
+                num_tokens, max_tokens = len(message.prompt_token_ids), message.max_tokens
+                keys = self._ledger.keys(message.prompt_token_ids, message.cache_salt)
+                cost = partial(self._ledger.reserve_cost, keys, num_tokens, max_tokens, message.own_tokens)
+                room.want(share, self._ledger.blocks.most_reserved(num_tokens, max_tokens), cost)
             kind = TenantFullError if room.holds_most(share) else OverloadedError
             raise kind(f"full: {room.reservable_blocks} KV blocks may be reserved", retry_after_s=1.0)
         if message.displaces:

@@ -31,9 +31,14 @@ class _Kept:
     """Blocks that are free for a newcomer, because others gave some or would have to."""
 
     share: Share
-    num_blocks: int
+    cost: Callable[[], Cost]
+    """What the newcomer takes at any moment: that changes with what others own of the blocks that it shares."""
     until: float
     """Time on the worker's clock."""
+
+    @property
+    def num_blocks(self) -> int:
+        return self.cost().num_blocks
 
 
 class Room:
@@ -115,7 +120,7 @@ class Room:
             self._kept = None
         if self._wanted is not None:
             share, num_blocks, cost = self._wanted
-            self._make_room(share, num_blocks, cost(), step)
+            self._make_room(share, num_blocks, cost, step)
             self._wanted = None
         if self._preempted and not any(stream.recomputing for stream in self._streams.values()):
             return self._next_back() or self._longest_back(step)
@@ -149,7 +154,8 @@ class Room:
             return 0
         num_blocks, loads = self._ledger.blocks.at_once(len(stream.token_ids)), loads_of(self._holdings())
         own_load = loads.get(stream.share, 0.0) + num_blocks / stream.share.strength
-        return num_blocks if share.tenant == stream.share.tenant or loads.get(share, 0.0) > own_load else 0
+        due = self._ledger.return_cost(stream.ticket_id, len(stream.token_ids), stream.known).num_blocks
+        return due if share.tenant == stream.share.tenant or loads.get(share, 0.0) > own_load else 0
 
     def holds_most(self, share: Share) -> bool:
         """Tell whether this tenant holds more for its weight than any other: it has to wait for its own streams."""
@@ -168,9 +174,10 @@ class Room:
         if self._kept is not None and self._kept.share == share:
             self._kept = None
 
-    def _make_room(self, share: Share, num_blocks: int, cost: Cost, step: int) -> None:
+    def _make_room(self, share: Share, num_blocks: int, cost: Callable[[], Cost], step: int) -> None:
         """Keep room for a newcomer if others have to give it some. They do so as far as it is not free already."""
-        missing = cost.num_blocks + self._margin - self._ledger.blocks.num_free
+        now = cost()
+        missing = now.num_blocks + self._margin - self._ledger.blocks.num_free
         own = self._budget.allows(step)
         givers = givers_for(
             self._holdings(),
@@ -179,11 +186,11 @@ class Room:
             max(1, missing),
             lambda each: own and not each.seated,
             keep_oldest=True,
-            freed=self._freed(cost),
+            freed=self._freed(now),
         )
         if not givers:
             return
-        self._kept = _Kept(share, cost.num_blocks, self._clock() + _KEPT_S)
+        self._kept = _Kept(share, cost, self._clock() + _KEPT_S)
         if missing > 0:
             self._budget.spend(sum(each.num_tokens for each in givers if each.share.tenant == share.tenant))
             self._preempt(givers)

@@ -119,8 +119,9 @@ class DecodeWorker:
             spare=room.spare_beside(NOBODYS, displaces=True),
         )
         if entry is None:
-            cost = partial(self._ledger.reserve_cost, request.token_ids, request.output_len, "", own_tokens)
-            room.want(NOBODYS, self._ledger.blocks.most_reserved(len(request.token_ids), request.output_len), cost)
+            num_tokens, keys = len(request.token_ids), request.keys(self._block_size)
+            cost = partial(self._ledger.reserve_cost, keys, num_tokens, request.output_len, own_tokens)
+            room.want(NOBODYS, self._ledger.blocks.most_reserved(num_tokens, request.output_len), cost)
             self._loop.look_again()
             return None
         room.granted(NOBODYS)

@@ -129,7 +129,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             spare = room.spare_beside(share, displaces=True)
             entry = self.ledger.reserve(owner, token_ids, answer, "", own_tokens=1, share=share, spare=spare)
             if entry is None:
-                cost = partial(self.ledger.reserve_cost, token_ids, answer, "", own_tokens=1)
+                cost = partial(self.ledger.reserve_cost, self.ledger.keys(token_ids, ""), prompt, answer, own_tokens=1)
                 room.want(share, self.ledger.blocks.most_reserved(prompt, answer), cost)
             else:
                 room.granted(share)

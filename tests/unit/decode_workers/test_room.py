@@ -64,7 +64,7 @@ class World:
         token_ids = (*range(1_000_000, 1_000_000 + common), *own)
         entry = self.ledger.reserve(b"r", token_ids, answer, "", share=share, spare=room.spare_beside(share, displaces=True))
         if entry is None:
-            cost = partial(self.ledger.reserve_cost, token_ids, answer, "")
+            cost = partial(self.ledger.reserve_cost, self.ledger.keys(token_ids, ""), prompt, answer)
             room.want(share, self.ledger.blocks.most_reserved(prompt, answer), cost)
             return None
         room.granted(share)
@@ -357,3 +357,18 @@ def test_what_a_refused_newcomer_would_have_shared_may_be_gone_when_room_is_made
     while world.latest:
         world.step()
     assert world.cache.num_free == world.num_blocks
+
+
+def test_room_is_kept_for_what_a_newcomer_shared_with_those_that_gave_theirs() -> None:
+    """It pays for these blocks once nobody else owns them. Another tenant asks for what would be left without them."""
+    world = World(8, 138)
+    assert world.attach(20 * BLOCK, 190, ONE) is not None
+    giver = world.attach(60 * BLOCK, 190, ONE, common=40 * BLOCK)
+    for _ in range(70):
+        world.step()
+    assert giver is not None
+    assert world.attach(65 * BLOCK, 4, TWO, common=40 * BLOCK) is None
+    world.step()
+    assert world.scheduler.preemptions == 1
+    assert world.attach(44 * BLOCK, 4, Share(b"three", 1.0)) is None
+    assert world.attach(65 * BLOCK, 4, TWO, common=40 * BLOCK) is not None
