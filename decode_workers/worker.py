@@ -153,9 +153,9 @@ class DecodeWorker:
         return self._loop.token_s
 
     @property
-    def held_blocks(self) -> int:
+    def held_blocks(self) -> set[int]:
         """KV blocks that tickets hold."""
-        return self.ledger.num_held
+        return self.ledger.held_blocks
 
     def growth(self, shared: Sequence[bytes] = ()) -> int | None:
         """Blocks that tickets will soon want (`Ledger.growth`); None while a stream waits for blocks of its own."""

@@ -37,7 +37,7 @@ Who frees: `release`, called by the worker once no step and no transfer reads th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 
 from configs.arithmetic import ceil_div, goes_between, turn_between
@@ -161,6 +161,15 @@ class PrefillScheduler:
         """Whether a prompt of this many tokens can ever be computed here while `others` have so many of the blocks."""
         return self._tables.at_once(num_tokens) <= self._cache.num_blocks - others
 
+    def fits_beside(self, prompt: Prompt, held: Set[int], growth: int) -> bool:
+        """Whether a queued prompt gets its blocks when no other prompt has any: beside `growth` blocks, and those that are
+        `held`, of which it shares what is cached of its beginning.
+        """
+        hit = self._tables.match(prompt.usable_keys(self._block_size))
+        first, length, whole = self._extent(prompt, hit)
+        shared = self._cache.blocks_of(prompt.keys[first:hit] if length == whole else ())  # else it needs others later
+        return self.fits(len(prompt.token_ids), growth + len(held - shared))
+
     def new_prompt(self, token_ids: Sequence[int], cache_salt: str, *, whole: bool = False) -> Prompt:
         """Make a prompt to `add`. It shares KV only with prompts of the same salt, and takes none from others if `whole`."""
         assert self.fits(len(token_ids)), "too long for this pool: refuse it on arrival"
@@ -257,8 +266,7 @@ class PrefillScheduler:
 
     def _start(self, prompt: Prompt, hit: int) -> bool:
         """Give the prompt its blocks, of which the first `hit` are cached; False if there are too few."""
-        first, whole = self._tables.first_block(hit * self._block_size), ceil_div(len(prompt.token_ids), self._block_size)
-        length = min(whole, first + self._tables.at_once(len(prompt.token_ids)))
+        first, length, whole = self._extent(prompt, hit)
         cached, growth = prompt.keys[first:hit], self._growth()
         if growth is None:
             return False
@@ -276,6 +284,11 @@ class PrefillScheduler:
         if prompt.cached >= prompt.brought.num_tokens:
             self.brought += prompt.brought
         return True
+
+    def _extent(self, prompt: Prompt, hit: int) -> tuple[int, int, int]:
+        """Where a prompt's table begins if its first `hit` blocks are cached, how long it is then, and how long in the end."""
+        first, whole = self._tables.first_block(hit * self._block_size), ceil_div(len(prompt.token_ids), self._block_size)
+        return first, min(whole, first + self._tables.at_once(len(prompt.token_ids))), whole
 
     def _lacks(self, prompt: Prompt, shared: Sequence[bytes]) -> int:
         """The most blocks that a started prompt will take beside those that are its alone, what it gives back among them."""

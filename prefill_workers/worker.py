@@ -26,7 +26,7 @@ from prefill_workers.checks import check_prefill, num_wanted_logprobs
 from prefill_workers.fetching import Fetching
 from prefill_workers.job import Job
 from prefill_workers.jobs import Jobs
-from prefill_workers.scheduler import PlannedChunk, PrefillScheduler
+from prefill_workers.scheduler import PlannedChunk, PrefillScheduler, Prompt
 from protocol.endpoint import Handler
 from protocol.errors import (
     OverloadedError,
@@ -62,7 +62,7 @@ class PrefillWorker:
         self._draining = False
         on_given_back = None if core.tiers is None else core.tiers.note
         self._jobs = Jobs(self._scheduler, self._send, core.spawn, core.changed, on_given_back)
-        self._fetching = Fetching(core, self._computed_s, lambda: self._scheduler.num_waiting, lambda: core.growth_beside(self))
+        self._fetching = Fetching(core, self._computed_s, lambda: self._scheduler.num_waiting, self._left_free)
         core.add(self)
 
     def handlers(self) -> dict[type[Any], Handler]:
@@ -83,9 +83,9 @@ class PrefillWorker:
         return (self._scheduler.queued_tokens + num_tokens) * self.token_s
 
     @property
-    def held_blocks(self) -> int:
+    def held_blocks(self) -> set[int]:
         """KV blocks that prompts hold."""
-        return len({block for job in self._jobs for block in job.prompt.block_table.owned})
+        return {block for job in self._jobs for block in job.prompt.block_table.owned}
 
     def growth(self, shared: Sequence[bytes] = ()) -> int | None:
         """Blocks that prompts may still need beyond those they hold: none, but for what others share of sliding windows."""
@@ -114,9 +114,9 @@ class PrefillWorker:
         """Give up what needs a pair or a peer that is lost."""
         self._jobs.fail_broken()
         self._fetching.retire_lost()
-        if self._cache.lacking and (held := self._num_held()):
+        if self._cache.lacking and (held := self._endless()):
             for job in self._jobs:
-                if job.began is None and not job.stopped and not self._has_room(len(job.message.token_ids), held):
+                if job.began is None and not job.stopped and not self._has_room(job.prompt, held):
                     self._jobs.fail(job, self._crowded())
 
     def changed(self) -> None:
@@ -161,14 +161,14 @@ class PrefillWorker:
             if len(self._jobs) >= self._max_queued:
                 raise OverloadedError(f"{len(self._jobs)} prompts are waiting already", retry_after_s=1.0)
             check_prefill(message, self.core.facts, self._scheduler)
-            if not self._has_room(len(message.token_ids), self._num_held()):
+            num_top = num_wanted_logprobs(message)
+            scores = None if num_top is None else PromptScores(message.token_ids, num_top)
+            prompt = self._scheduler.new_prompt(message.token_ids, message.cache_salt, whole=scores is not None)
+            if not self._has_room(prompt):
                 raise self._crowded()
         except TandemError as error:
             self._send(router, Failed.from_error(message.call_id, error))
             return
-        num_top = num_wanted_logprobs(message)
-        scores = None if num_top is None else PromptScores(message.token_ids, num_top)
-        prompt = self._scheduler.new_prompt(message.token_ids, message.cache_salt, whole=scores is not None)
         job = Job(
             router=router,
             message=message,
@@ -180,20 +180,28 @@ class PrefillWorker:
         self._jobs.add(job)
         self.core.spawn(self._admit(job))
 
-    def _has_room(self, num_tokens: int, held: int) -> bool:
-        """Whether a prompt gets blocks once those before it are gone, beside `held` ones. The worker's streams may last: it had
-        another role.
-        """
-        growth = self.core.growth_beside(self)
-        return growth is not None and self._scheduler.fits(num_tokens, growth + held)
+    def _has_room(self, prompt: Prompt, endless: set[int] | None = None) -> bool:
+        """Whether a prompt gets blocks once those before it are gone, beside what `_endless` returns."""
+        growth, owned = self.core.growth_beside(self), self._cache.num_blocks - self._cache.num_free
+        if growth is None:
+            return False
+        if self._scheduler.fits(len(prompt.token_ids), growth + owned):
+            return True
+        return self._scheduler.fits_beside(prompt, self._endless() if endless is None else endless, growth)
 
-    def _num_held(self) -> int:
-        """Blocks that no prompt can wait for: those of the worker's streams, and those that a read or a write of a tier has
-        kept for longer than it may.
+    def _endless(self) -> set[int]:
+        """Blocks that no prompt can wait for: those of the worker's streams, which may last, since it had another role; and
+        those that a read or a write of a tier has kept for longer than it may.
         """
         now = time.monotonic()
-        endless = (pin for pin in self._cache.pins if pin.deadline < now)
-        return self.core.held_beside(self) + sum(self._cache.num_sole(pin.table) for pin in endless)
+        return self.core.held_beside(self).union(*(pin.table for pin in self._cache.pins if pin.deadline < now))
+
+    def _left_free(self, shared: Sequence[bytes]) -> int | None:
+        """Blocks that a fetch which shares these cached blocks leaves to streams, and to prompts that have started; None: it
+        takes none now.
+        """
+        growth = self.core.growth_beside(self, shared)
+        return None if growth is None else growth + self._scheduler.kept(shared)
 
     def _crowded(self) -> OverloadedError:
         return OverloadedError(f"others hold the KV blocks of {self.me.worker_id}", retry_after_s=1.0)

@@ -135,9 +135,9 @@ class WorkerCore:
         wanted = [other.growth(shared) for other in self._roles if other is not role]
         return None if None in wanted else sum(each or 0 for each in wanted)
 
-    def held_beside(self, role: RoleWork) -> int:
+    def held_beside(self, role: RoleWork) -> set[int]:
         """KV blocks that the other role holds."""
-        return sum(other.held_blocks for other in self._roles if other is not role)
+        return set[int]().union(*(other.held_blocks for other in self._roles if other is not role))
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run it as long as the worker runs. While it ends, a question may still be read; nothing begins for it."""

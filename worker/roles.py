@@ -64,8 +64,8 @@ class RoleWork(Protocol):
         """The role's part of the worker's books at this moment. `asker` is the wire identity of the router that asks."""
 
     @property
-    def held_blocks(self) -> int:
-        """KV blocks that the role holds. Those that several share count once."""
+    def held_blocks(self) -> set[int]:
+        """KV blocks that the role holds."""
 
     def growth(self, shared: Sequence[bytes] = ()) -> int | None:
         """KV blocks that what is under way will soon want, if others take the cached blocks of `shared` as well. None: it waits

@@ -108,9 +108,13 @@ class PrefixCache:
         """Whether the block of this key is cached."""
         return key in self._block_of
 
+    def blocks_of(self, keys: Iterable[bytes]) -> set[int]:
+        """Return the blocks of these keys, which must be cached (see `match`)."""
+        return {self._block_of[key] for key in keys}
+
     def num_sole(self, blocks: Sequence[int], shared: Sequence[bytes] = ()) -> int:
         """Number of blocks, all owned, that nobody else owns, and would not if another took the cached blocks of `shared`."""
-        taken = {self._block_of[key] for key in shared}
+        taken = self.blocks_of(shared)
         return sum(self._references[block] == 1 and block not in taken for block in blocks)
 
     def freeing(self, shared: Sequence[bytes]) -> Callable[[Sequence[int]], int]:
@@ -118,7 +122,7 @@ class PrefixCache:
         this one, too, were released. The cached blocks of `shared` do not count: another will own them.
         """
         given: Counter[int] = Counter()
-        taken = {self._block_of[key] for key in shared}
+        taken = self.blocks_of(shared)
 
         def freed(table: Sequence[int]) -> int:
             given.update(table)

@@ -106,7 +106,7 @@ def test_nothing_is_fetched_into_blocks_that_streams_wait_for(two_workers: Facto
                 salt = str(growth)
                 fetch = await only_decode_holds(workers, router, prompt, salt)
                 with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(workers.prefill._fetching, "_growth", lambda growth=growth: growth)
+                    patch.setattr(workers.prefill._fetching, "_left_free", lambda shared, growth=growth: growth)
                     prefilled, tokens = await ask(workers, router, prompt, fetch, salt)
                 assert tokens == reference(prompt, 8)
                 assert prefilled.brought.peer_tokens == (HELD if growth == 0 else 0)
@@ -432,6 +432,35 @@ def test_a_prompt_does_not_wait_for_blocks_that_a_disk_never_lets_go(two_workers
             router.decode.send(Release(ticket.ticket_id))
             await router.generate(prompt_of(LENGTH), greedy(1))
             cache.unpin(pin, [])
+            await workers.until(workers.all_free)
+
+    run(scenario())
+
+
+def test_blocks_that_a_disk_never_lets_go_count_once_and_not_for_who_shares_them(
+    two_workers: Factory, reference: Reference
+) -> None:
+    """Two reads hang behind the same beginning. A longer prompt that begins so gets the rest, and another is refused."""
+
+    async def scenario() -> None:
+        async with two_workers(CONFIG) as workers:
+            router = await workers.router()
+            cache = workers.prefill._cache
+            chat = prompt_of(BLOCK_SIZE * (cache.num_blocks // 2), 7)
+            await router.generate(chat, greedy(1))
+            await workers.until(workers.all_free)
+            keys = block_keys(chat, BLOCK_SIZE, "")
+            keys = keys[: cache.match(keys)]
+            pins = [cache.pin("fetched", len(keys) + 1, keys, 0.0) for _ in range(2)]
+            longer = [*chat, *prompt_of(BLOCK_SIZE * (cache.num_blocks // 2 - 4), 8)]
+            assert await router.generate(longer, greedy(1)) == reference(longer, 1)
+            ticket = await router.reserve(longer[1:], 1)
+            with pytest.raises(OverloadedError, match="others hold"):
+                await router.compute(ticket, longer[1:], greedy(1))
+            router.decode.send(Release(ticket.ticket_id))
+            for pin in pins:
+                assert pin is not None
+                cache.unpin(pin, keys)
             await workers.until(workers.all_free)
 
     run(scenario())

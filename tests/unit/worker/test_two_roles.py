@@ -16,6 +16,7 @@ from decode_workers.scheduler import DecodeScheduler
 from decode_workers.stream import Stream
 from engine.memory.prefix_cache import PrefixCache
 from prefill_workers.scheduler import PrefillScheduler, Prompt
+from protocol.cache.keys import block_keys
 from protocol.sampling import SamplingParams
 
 BLOCK_SIZE = 2
@@ -53,14 +54,15 @@ class TwoRoles:
     def _growth(self) -> int | None:
         return None if self.streams.num_preempted else self.ledger.growth
 
-    def has_room(self, num_tokens: int) -> bool:
+    def has_room(self, prompt: Prompt) -> bool:
         growth = self._growth()
-        return growth is not None and self.prompts.fits(num_tokens, growth + self.ledger.num_held)
+        return growth is not None and self.prompts.fits_beside(prompt, self.ledger.held_blocks, growth)
 
     def prompt(self, tokens: Sequence[int]) -> None:
-        if self.has_room(len(tokens)):
-            self.here.append(self.prompts.new_prompt(tokens, ""))
-            self.prompts.add(self.here[-1])
+        prompt = self.prompts.new_prompt(tokens, "")
+        if self.has_room(prompt):
+            self.here.append(prompt)
+            self.prompts.add(prompt)
 
     def stream(self, tokens: Sequence[int], max_tokens: int) -> None:
         """A prompt that is computed here, and its answer."""
@@ -106,7 +108,7 @@ class TwoRoles:
 
     def beat(self) -> bool:
         """Those that have not begun go back, if streams hold what they need."""
-        for prompt in [p for p in self.here if not p.block_table and not self.has_room(len(p.token_ids))]:
+        for prompt in [p for p in self.here if not p.block_table and not self.has_room(p)]:
             self.here.remove(prompt)
             self.prompts.drop(prompt)
             return True
@@ -181,8 +183,35 @@ def test_blocks_that_streams_share_leave_room_for_prompts() -> None:
         for _ in range(6):
             worker.decode_step()  # the first computes what is common by then
     assert len(worker.ends) == 9
-    assert worker.ledger.num_held == sum(entry.block_table.num_owned for entry in worker.ledger) - 8 * 40
-    assert worker.has_room(200 * BLOCK_SIZE)
+    assert len(worker.ledger.held_blocks) == sum(entry.block_table.num_owned for entry in worker.ledger) - 8 * 40
+    assert worker.has_room(worker.prompts.new_prompt(range(9000, 9000 + 200 * BLOCK_SIZE), ""))
+
+
+def test_a_prompt_shares_what_streams_hold_of_its_beginning() -> None:
+    worker = TwoRoles(100, WHOLE, 16, 16)
+    chat = range(60 * BLOCK_SIZE)
+    worker.stream([*chat, 999], 20)
+    for _ in range(8):
+        assert worker.decode_step()
+    assert worker.ends, "it goes on"
+    assert worker.ledger.held_blocks >= worker.cache.blocks_of(block_keys(chat, BLOCK_SIZE, ""))
+    longer = [*chat, *range(2000, 2000 + 30 * BLOCK_SIZE)]
+    assert worker.has_room(worker.prompts.new_prompt(longer, ""))
+    assert not worker.has_room(worker.prompts.new_prompt(longer[1:], "")), "it begins in another way"
+
+
+def test_streams_that_share_a_window_will_once_hold_blocks_of_their_own() -> None:
+    worker = TwoRoles(400, KvWindow(64, unit=8, late=2), 16, 16)
+    common = range(60 * BLOCK_SIZE)
+    for number in range(6):
+        worker.stream([*common, 1000 + number], 200)
+        for _ in range(9):
+            worker.decode_step()  # the first computes what is common by then
+    promised = worker.ledger.growth + len(worker.ledger.held_blocks)
+    most = 0
+    while worker.decode_step():
+        most = max(most, len(worker.ledger.held_blocks))
+    assert most <= promised
 
 
 @pytest.mark.parametrize("batch_tokens", [3, 5, 6, 7])
