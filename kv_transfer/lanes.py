@@ -115,7 +115,7 @@ class LocalSendRank:
         """Connect one lane, with a thread of its own. Raises TransportError, or what `exchange` raised."""
         loop = asyncio.get_running_loop()
         pool = view_of(self._layers, range(move.source_head, move.source_head + move.num_heads))
-        thread = ThreadPoolExecutor(1, f"kv-send-{move.decode_rank}", pool.begin_thread)
+        thread = ThreadPoolExecutor(1, f"kv-send-{move.decode_rank}")
 
         async def ask(ours: bytes) -> bytes:
             return await exchange(ours)
@@ -156,7 +156,7 @@ class LocalReceiveRank:
         """
         loop = asyncio.get_running_loop()
         pool = view_of(self._layers, range(move.destination_head, move.destination_head + move.num_heads))
-        thread = ThreadPoolExecutor(1, f"kv-receive-{move.prefill_rank}", pool.begin_thread)
+        thread = ThreadPoolExecutor(1, f"kv-receive-{move.prefill_rank}")
         answered = False
 
         def answer_from_thread(ours: bytes) -> None:
@@ -195,6 +195,7 @@ async def _connected(thread: ThreadPoolExecutor, pool: PoolView, connect: Callab
 
     @_device_breaks_the_lane()
     def connected() -> _Channel:
+        pool.begin_thread()
         pool.compile()
         return connect()
 

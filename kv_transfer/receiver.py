@@ -148,14 +148,15 @@ class ReceivingPair:
 
     def announce(self, message: PushAnnounce) -> None:
         """Begin the pushes that the ledger allows, and answer which of them it refuses."""
+        if self.closed:
+            self._send(self._closed_to(message.call_id))
+            return
         begun: list[tuple[PushSegment, Destination]] = []
         refused: list[int] = []
         for number, segment in enumerate(message.segments):
-            destination = None
-            if not self.closed:
-                destination = self._books.begin_push(
-                    self._source, segment.ticket_id, segment.transfer_id, segment.start, segment.num_tokens, segment.added
-                )
+            destination = self._books.begin_push(
+                self._source, segment.ticket_id, segment.transfer_id, segment.start, segment.num_tokens, segment.added
+            )
             if destination is None:
                 refused.append(number)
             else:
@@ -171,7 +172,7 @@ class ReceivingPair:
     def commit(self, message: PushCommit) -> None:
         """Compare fingerprints and commit a transfer, once its last push has ended."""
         if self.closed:
-            self._send(Failed.from_error(message.call_id, KvTransferError("the KV channel is closed")))
+            self._send(self._closed_to(message.call_id))
             return
         for push in reversed(self._unfinished):
             if any(segment.ticket_id == message.ticket_id for segment in push.segments):
@@ -225,6 +226,9 @@ class ReceivingPair:
         except TransportError as error:
             log.warning("KV channel from %s broke: %s", prefill_id, error)
             self._send(PairClosed(str(error)))
+        except Exception as error:  # want of memory, for instance: the sender may have sent all that it had, and waits
+            log.exception("receiving KV from %s failed", prefill_id)
+            self._send(PairClosed(str(error) or repr(error)))
         finally:
             self.closed = True
             self._fail_unfinished()
@@ -232,6 +236,9 @@ class ReceivingPair:
                 task.cancel()
             await asyncio.gather(*self._connecting.values(), return_exceptions=True)
             await self._close_lanes()
+
+    def _closed_to(self, call_id: int) -> Failed:
+        return Failed.from_error(call_id, KvTransferError("the KV channel is closed"))
 
     async def _close_lanes(self) -> None:
         lanes, self._lanes = self._lanes, {}

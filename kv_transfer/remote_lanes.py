@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -36,6 +37,8 @@ from protocol.gang import (
     LaneSend,
     TokenSpan,
 )
+
+log = logging.getLogger(__name__)
 
 _Answer = TypeVar("_Answer")
 _Lane = TypeVar("_Lane", SendLane, ReceiveLane)
@@ -284,3 +287,6 @@ async def _moved(moving: Awaitable[_Answer]) -> _Answer:
         return await moving
     except TransportError as error:
         raise KvTransferError(str(error)) from None
+    except Exception as error:  # want of memory, for instance: it costs the pair, not the gang
+        log.exception("a lane failed")
+        raise KvTransferError(str(error) or repr(error)) from None

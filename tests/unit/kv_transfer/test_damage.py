@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
 import torch
 
+from kv_transfer.lanes import _LocalReceiveLane
 from kv_transfer.pool_view import CpuPoolView, PoolView, Slots
 from kv_transfer.sender import OutgoingTransfer, PushPart, SendingPair
 from kv_transfer.transport import ReceiveChannel, ReceiveTransport
 from kv_transfer.transports.loopback import Faults, LoopbackNetwork
 from kv_transfer.transports.staged import StagedSender
 from protocol.errors import KvTransferError, TandemError
+from protocol.gang import TokenSpan
 from tests.unit.kv_transfer.two_ends import (
     BLOCK_SIZE,
     BLOCKS,
@@ -178,5 +180,61 @@ def test_a_gpu_without_memory_breaks_the_pair_and_frees_its_blocks() -> None:
             await until(lambda: receiver.closed)
             assert w.decode.blocks.num_free == BLOCKS
             await pair.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+def test_a_pair_whose_receiver_lacks_memory_behind_the_last_byte_is_broken_at_its_sender(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is due on the lanes any more by which the sender could find out."""
+
+    async def scenario() -> None:
+        async with world([transport]) as w:
+            pair = await w.pair()
+            receive = _LocalReceiveLane._receive
+
+            def lacking(lane: _LocalReceiveLane, spans: Sequence[TokenSpan]) -> list[bytes]:
+                receive(lane, spans)
+                raise MemoryError("no memory for the digests")
+
+            monkeypatch.setattr(_LocalReceiveLane, "_receive", lacking)
+            transfer = OutgoingTransfer(w.decode.ticket(8)[0])
+            with pytest.raises(KvTransferError):
+                await push_and_commit(pair, pair.push(DONE, [PushPart(transfer, [1, 2], 0, 8)]), transfer)
+            await until(lambda: pair.broken)
+            await until(lambda: w.decode.blocks.num_free == BLOCKS)
+            await pair.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_push_to_a_pair_that_is_closed_breaks_it_at_its_sender() -> None:
+    async def scenario() -> None:
+        async with world([LoopbackNetwork()]) as w:
+            pair = await w.pair()
+            [receiver] = w.decode.pairs.values()
+            await receiver.close()
+            transfer = OutgoingTransfer(w.decode.ticket(8)[0])
+            with pytest.raises(KvTransferError):
+                await push_and_commit(pair, pair.push(DONE, [PushPart(transfer, [1, 2], 0, 8)]), transfer)
+            assert pair.broken
+            await pair.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_lane_whose_thread_finds_no_memory_on_the_gpu_can_not_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacking(view: CpuPoolView) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    async def scenario() -> None:
+        async with world(["shared_memory"]) as w:
+            with monkeypatch.context() as patch:
+                patch.setattr(CpuPoolView, "begin_thread", lacking)
+                with pytest.raises(TandemError):
+                    await w.pair()
+            await (await w.pair()).close()
 
     asyncio.run(scenario())
