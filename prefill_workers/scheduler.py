@@ -117,6 +117,7 @@ class PrefillScheduler:
         token sees."""
         self._growth = growth
         self._cache = cache
+        cache.promised = self.kept
         self.window = window
         self._tables = BlockTables(cache, block_size, window, config.batch_tokens)
         self._block_size = block_size

@@ -70,6 +70,8 @@ class PrefixCache:
         """Cached blocks without references, the least recently used first."""
         self._pins: dict[Pin, None] = {}
         self._resets = 0
+        self.promised: Callable[[Sequence[bytes]], int] = lambda _: 0
+        """Says how many free blocks are for what has started, if another takes the cached blocks of these keys."""
         self.lacking = False
         """A prompt waits for blocks: nothing more is pinned meanwhile."""
         self.evictions = 0
@@ -203,9 +205,10 @@ class PrefixCache:
     def pin(self, purpose: str, num_blocks: int, keys: Sequence[bytes], deadline: float, *, most: float = 1.0) -> Pin | None:
         """Own blocks until `unpin`: first the cached ones of `keys`, shared, then fresh ones.
 
-        None if that takes more than this share of the free ones, or while a prompt lacks blocks: prompts and streams go first.
+        None if that takes more than this share of the free ones, or what is promised of them, or while a prompt lacks blocks:
+        prompts and streams go first.
         """
-        if self.lacking or self.cost(num_blocks, keys) > most * self.num_free:
+        if self.lacking or self.cost(num_blocks, keys) > min(most * self.num_free, self.num_free - self.promised(keys)):
             return None
         table = self.allocate(num_blocks, keys)
         assert table is not None, "there are as many"

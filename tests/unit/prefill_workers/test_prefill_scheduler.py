@@ -444,3 +444,21 @@ def test_a_scored_prompt_of_the_line_has_its_turn_while_others_pass_it() -> None
         plans.append([chunk.prompt for chunk in step(scheduler)])
         assert passing in plans[-1]
     assert [waiting in plan for plan in plans] == [False, True, False]
+
+
+def test_what_a_started_windowed_prompt_will_need_is_not_pinned_for_others() -> None:
+    """It shares what it gives back, and takes as many others."""
+    cache = PrefixCache(24)
+    scheduler = PrefillScheduler(cache, 2, PrefillConfig(max_batch_tokens=6), window=KvWindow(8, unit=8, late=2))
+    scheduler.add(long := scheduler.new_prompt(range(100), ""))
+    for _ in range(4):
+        scheduler.step_done(scheduler.plan())
+    scheduler.add(scheduler.new_prompt([*range(22), 999], ""))
+    scheduler.step_done(scheduler.plan())
+    assert scheduler.kept() > 1
+    while cache.pin("fetched", 1, (), 0.0) is not None:
+        assert scheduler.kept() <= cache.num_free
+    while long.remaining:
+        plan = scheduler.plan()
+        assert plan, "it waits for a pin"
+        scheduler.step_done(plan)
