@@ -9,6 +9,7 @@ both: after an index was opened, and before blocks are erased.
 from __future__ import annotations
 
 import sqlite3
+import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from pathlib import Path
@@ -63,7 +64,7 @@ class Pairs:
     def add(self, index: StoreIndex, blocks: Sequence[Written], uses: Iterable[tuple[bytes, int]]) -> Added:
         """Move files to their places, and evict others for them. The first of the blocks counts as used first.
 
-        Before that it notes the `uses` of other blocks: their keys, and how many nanoseconds ago. Raises sqlite3.Error, and
+        Before that it notes the `uses` of other blocks: their keys, and when, by `time.monotonic_ns`. Raises sqlite3.Error, and
         then has stored none.
         """
         moved: list[bytes] = []
@@ -88,7 +89,7 @@ class Pairs:
         """Return whether it is new. Raises sqlite3.Error; OSError if it can't be moved, and then nothing is changed."""
         path, key, tenant = block
         if path is None or self._is_stored(rows, key):
-            rows.touch([(key, 0)])
+            rows.touch([(key, time.monotonic_ns())])
             return False
         self._files.move(path, key)
         try:

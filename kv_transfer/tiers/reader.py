@@ -34,8 +34,8 @@ class TierReader:
         self._block_size = block_size
         self._token_s = token_s
         self._patience_s = patience_s
-        self._looking = {name: ThreadPoolExecutor(1, f"kv-look-{name}") for name in tiers.names}
-        self._reading = {name: ThreadPoolExecutor(1, f"kv-read-{name}") for name in tiers.names}
+        self._looking = {name: _thread(f"kv-look-{name}") for name in tiers.names}
+        self._reading = {name: _thread(f"kv-read-{name}") for name in tiers.names}
         self._reads = dict.fromkeys(tiers.names, 0)
         self._measured: dict[str, tuple[float, float]] = {}
         """Seconds of a block, and when that was, by tier."""
@@ -123,3 +123,10 @@ class TierReader:
 
     def _read(self, name: str) -> None:
         self._reads[name] -= 1
+
+
+def _thread(name: str) -> ThreadPoolExecutor:
+    """A thread that runs from now on: where no more can be had, a worker is to find out when it starts, not amid prompts."""
+    thread = ThreadPoolExecutor(1, name)
+    thread.submit(int)
+    return thread

@@ -266,8 +266,7 @@ class BlockStore:
             rows.touch(self._take_notes())
 
     def _take_notes(self) -> list[tuple[bytes, int]]:
-        """Blocks that were used, and how many nanoseconds ago: what others have stored since is newer."""
+        """Blocks that were used, and when, by `time.monotonic_ns`: what others have stored since is newer."""
         with self._lock:
             noted, self._noted = self._noted, {}
-        now = time.monotonic_ns()
-        return [(key, now - at) for key, at in noted.items()]
+        return list(noted.items())

@@ -104,10 +104,10 @@ class Rows:
             raise DamagedIndexError("a block is found in one way and not in the other")
 
     def touch(self, uses: Iterable[tuple[bytes, int]]) -> None:
-        """Note that blocks were used so many nanoseconds ago, in this order. What was used later by others stays so."""
-        now = self._now_ns()
-        for later, (key, age_ns) in enumerate(uses):
-            used = now - age_ns + later
+        """Note when blocks were used, by `time.monotonic_ns`, in this order. What was used later by others stays so."""
+        began = self._now_ns() - time.monotonic_ns()  # read together: whoever is held between tells them apart
+        for later, (key, at) in enumerate(uses):
+            used = began + at + later
             self._execute("UPDATE blocks SET last_use = ? WHERE key = ? AND last_use < ?", (used, key, used))
 
     def oldest(self) -> bytes | None:
