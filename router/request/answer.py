@@ -16,7 +16,7 @@ from protocol.sampling import FinishReason, PromptLogprobs, SamplingParams, Toke
 from router.dispatch.journal import NO_GUESSES, Guesses, Tokens
 from router.request.echo import Echo, unpack
 from router.text.detokenizer import Detokenizer
-from router.text.stop import StopMatcher
+from router.text.stop import StopMatcher, StopString
 from router.text.tokenizer import Tokenizer
 from router.text.tool_calls import ToolCallDelta, ToolCallParser
 from router.text.tool_format import ToolFormat
@@ -161,7 +161,7 @@ class AnswerText:
         detokenizer: Detokenizer,
         texts: TokenTexts,
         sampling: SamplingParams,
-        stops: tuple[str, ...],
+        stops: Sequence[StopString],
         echo: Echo | None,
         tool_format: ToolFormat | None,
     ) -> None:

@@ -18,6 +18,7 @@ from router.request.choice_runner import Choice, ChoiceRunner
 from router.request.choices import EmittedChoice, SharedPrompt, interleaved
 from router.request.generation import Generation, RequestIdentity
 from router.request.usage import PromptUsage
+from router.text.stop import StopString
 from router.text.tokenizer import Tokenizer
 from telemetry.request_times import RequestTimes
 from telemetry.spans import Attributes, SpanExport
@@ -52,16 +53,18 @@ class Generator:
         self, generations: Sequence[Generation], request: RequestIdentity, emitted: Sequence[EmittedChoice]
     ) -> Iterator[Choice]:
         """Yield the choices of all prompts that have not ended, in order."""
+        stops = {text: StopString(text) for text in {each for generation in generations for each in generation.stops}}
         before = emitted or [EmittedChoice()] * sum(generation.num_choices for generation in generations)
         index = 0
         for generation in generations:
+            own_stops = tuple(stops[text] for text in generation.stops)
             own = before[index : index + generation.num_choices]
             # Where some have begun, the first one may have ended, and each finds for itself what is cached.
             prompt = SharedPrompt() if len(own) > 1 and not any(each.token_ids or each.ended for each in own) else None
             usage = request.usage.of_prompt(len(generation.prompt_token_ids))
             for number, begun in enumerate(own):
                 if not begun.ended:
-                    yield self._choice(generation, request, index + number, number, begun, prompt, usage)
+                    yield self._choice(generation, request, index + number, number, begun, prompt, usage, own_stops)
             index += generation.num_choices
 
     def _choice(
@@ -73,6 +76,7 @@ class Generator:
         begun: EmittedChoice,
         prompt: SharedPrompt | None,
         usage: PromptUsage,
+        stops: Sequence[StopString],
     ) -> Choice:
         """`index` is the choice's in its request, `number` among those of its prompt."""
         # The others show what the first one found out about the prompt.
@@ -92,7 +96,7 @@ class Generator:
             detokenizer=self._tokenizer.detokenizer(generation.prompt_token_ids if generation.continues else ()),
             texts=self._texts,
             sampling=sampling,
-            stops=generation.stops,
+            stops=stops,
             echo=generation.echo,
             tool_format=generation.tool_format,
         )

@@ -12,15 +12,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
+class StopString:
+    """A stop string with the table of its automaton. Nothing changes it, so that all choices of a request share it."""
+
+    def __init__(self, text: str) -> None:
+        """`text` may not be empty."""
+        assert text, "an empty stop string would stop everything"
+        self.text = text
+        self.fallback = [0] * len(text)
+        """By state - 1: the length of the next shorter prefix that a text in that state ends with."""
+        length = 0
+        for index in range(1, len(text)):
+            while length and text[index] != text[length]:
+                length = self.fallback[length - 1]
+            length += text[index] == text[length]
+            self.fallback[index] = length
+
+
 class StopMatcher:
     """Looks for stop strings in the text of one stream. A character costs O(1) per stop string.
 
     Call `push` until it says that a stop string is complete, or `flush` when the text ends before.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        """`stops` may be empty. Its strings may not."""
-        assert all(stops), "an empty stop string would stop everything"
+    def __init__(self, stops: Sequence[StopString]) -> None:
+        """`stops` may be empty."""
         self._automata = [_Automaton(stop) for stop in stops]
         self._held = ""
         self._matched = False
@@ -58,23 +74,15 @@ class StopMatcher:
 
 
 class _Automaton:
-    def __init__(self, stop: str) -> None:
-        self._stop = stop
-        self.num_characters = len(stop)
+    def __init__(self, stop: StopString) -> None:
+        self._text, self._fallback = stop.text, stop.fallback
+        self.num_characters = len(stop.text)
         self.state = 0
         """Length of the longest prefix of the stop string that the text ends with."""
-        self._fallback = [0] * len(stop)
-        """By state - 1: the length of the next shorter prefix that the text ends with in that state."""
-        length = 0
-        for index in range(1, len(stop)):
-            while length and stop[index] != stop[length]:
-                length = self._fallback[length - 1]
-            length += stop[index] == stop[length]
-            self._fallback[index] = length
 
     def advance(self, character: str) -> bool:
         """Whether this character completes the stop string."""
-        while self.state and self._stop[self.state] != character:
+        while self.state and self._text[self.state] != character:
             self.state = self._fallback[self.state - 1]
-        self.state += self._stop[self.state] == character
+        self.state += self._text[self.state] == character
         return self.state == self.num_characters

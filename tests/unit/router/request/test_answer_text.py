@@ -12,6 +12,7 @@ from configs.facts import Model
 from protocol.sampling import FinishReason, SamplingParams
 from router.dispatch.journal import Tokens
 from router.request.answer import Answer, AnswerText, TokenTexts
+from router.text.stop import StopString
 from router.text.tokenizer import Tokenizer
 from router.text.tool_calls import whole_calls
 from router.text.tool_format import tool_format
@@ -54,7 +55,7 @@ def test_pieces_do_not_matter(
     sampling = SamplingParams(seed=0, max_tokens=100, min_tokens=min_tokens, stop_token_ids=(2,))
 
     def answer(sizes: list[int]) -> Answer:
-        assembler = AnswerText(0, tokenizer.detokenizer(), texts, sampling, tuple(stops), None, None)
+        assembler = AnswerText(0, tokenizer.detokenizer(), texts, sampling, tuple(map(StopString, stops)), None, None)
         return pushed(assembler, token_ids, sizes, end)
 
     if not token_ids:
@@ -98,7 +99,7 @@ def test_no_stop_string_cuts_a_call(
 
     def answer(sizes: list[int]) -> Answer:
         format_ = replace(tool_format(None), names=("f",))
-        assembler = AnswerText(0, tokenizer.detokenizer(), texts, sampling, tuple(stops), None, format_)
+        assembler = AnswerText(0, tokenizer.detokenizer(), texts, sampling, tuple(map(StopString, stops)), None, format_)
         return pushed(assembler, token_ids, sizes, end)
 
     by_cuts, whole, single = answer([*cuts, 1000]), answer([1000]), answer([1] * 1000)

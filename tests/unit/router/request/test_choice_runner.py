@@ -19,6 +19,7 @@ from router.request.generation import RequestIdentity
 from router.request.pipeline import Pipeline
 from router.request.usage import PromptUsage
 from router.text.detokenizer import BytesDetokenizer
+from router.text.stop import StopString
 from router.text.threads import TextThreads
 from router.text.tokenizer import Tokenizer
 from router.text.tool_format import tool_format
@@ -69,7 +70,9 @@ def test_a_long_answer_is_caught_up_in_a_thread(stops: int, calls: bool, most: i
     texts = TokenTexts(tokenizer)
 
     async def in_thread(num_tokens: int) -> bool:
-        text = AnswerText(0, BytesDetokenizer([b"hello"]), texts, SAMPLING, ("END",) * stops, None, CALLS if calls else None)
+        text = AnswerText(
+            0, BytesDetokenizer([b"hello"]), texts, SAMPLING, (StopString("END"),) * stops, None, CALLS if calls else None
+        )
         journal = Journal((1,), SAMPLING, "", emitted=[0] * num_tokens if resumed else [])
         threads = NotedThreads()
         pipeline = cast(Pipeline, Backlog(Tokens((0,) * num_tokens, (), None)))

@@ -6,15 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.text.stop import StopMatcher
+from router.text.stop import StopMatcher, StopString
 
 # Few letters, so that stop strings overlap with themselves, each other and the text.
 LETTERS = st.text(alphabet="ab", max_size=24)
 STOPS = st.lists(st.text(alphabet="ab", min_size=1, max_size=5), max_size=4)
 
 
+def looking_for(*stops: str) -> StopMatcher:
+    return StopMatcher([StopString(stop) for stop in stops])
+
+
 def run(stops: list[str], pieces: list[str]) -> tuple[str, bool]:
-    matcher = StopMatcher(stops)
+    matcher = looking_for(*stops)
     out = ""
     for piece in pieces:
         emitted, matched = matcher.push(piece)
@@ -40,7 +44,7 @@ def test_against_the_definition(stops: list[str], pieces: list[str]) -> None:
 
 @given(stops=STOPS, text=LETTERS)
 def test_only_what_may_become_a_stop_string_is_held_back(stops: list[str], text: str) -> None:
-    matcher = StopMatcher(stops)
+    matcher = looking_for(*stops)
     out = ""
     for end, character in enumerate(text, start=1):
         emitted, matched = matcher.push(character)
@@ -54,7 +58,7 @@ def test_only_what_may_become_a_stop_string_is_held_back(stops: list[str], text:
 
 
 def test_across_token_borders() -> None:
-    matcher = StopMatcher(["<end>"])
+    matcher = looking_for("<end>")
     assert matcher.push("hello <e") == ("hello ", False)
     assert matcher.push("nd") == ("", False)
     assert matcher.push("> and more") == ("", True)
@@ -62,7 +66,7 @@ def test_across_token_borders() -> None:
 
 
 def test_what_looked_like_a_stop_string_comes_later() -> None:
-    matcher = StopMatcher(["<end>"])
+    matcher = looking_for("<end>")
     assert matcher.push("a <e") == ("a ", False)
     assert matcher.push("lse") == ("<else", False)
     assert matcher.push(" <") == (" ", False)
@@ -87,7 +91,7 @@ def test_which_one_wins(stops: list[str], text: str, out: str) -> None:
 
 
 def test_without_stop_strings_everything_goes_out() -> None:
-    matcher = StopMatcher([])
+    matcher = looking_for()
     assert matcher.push("text") == ("text", False)
     assert matcher.flush() == ""
 
@@ -95,7 +99,7 @@ def test_without_stop_strings_everything_goes_out() -> None:
 def test_long_stop_strings_stay_cheap() -> None:
     stop = "a" * 20_000 + "b"
     start = time.perf_counter()
-    matcher = StopMatcher([stop])
+    matcher = looking_for(stop)
     for _ in range(50_000):
         assert not matcher.push("a")[1]
     assert time.perf_counter() - start < 5.0
