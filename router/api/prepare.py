@@ -86,8 +86,9 @@ class Preparer:
         """
         body.check_together()
         form = chat_form(body, self._tool_format)
+        shared = self._shared(body, form)
         chat = self._chat_prompt(body, form.tools, max_context)
-        generation = self._generation(body, chat.token_ids, "messages", body.answer_tokens, form)
+        generation = self._generation(shared, body, chat.token_ids, "messages", body.answer_tokens)
         num_dropped = None if body.truncation == "disabled" else chat.num_dropped
         return [replace(generation, continues=body.continue_final_message, num_dropped=num_dropped)]
 
@@ -125,7 +126,8 @@ class Preparer:
                 self._bounds.check_size(len(prompt), "prompt")
             else:
                 self._bounds.check_ids(len(prompt), "prompt")
-        generations = [self._completion(body, prompt) for prompt in prompts]
+        shared = replace(self._shared(body, content_form(body)), continues=True)
+        generations = [self._completion(shared, body, prompt) for prompt in prompts]
         if body.echo and body.logprobs is not None:
             num_shown = body.n * sum(len(generation.prompt_token_ids) for generation in generations)
             if num_shown * (1 + body.logprobs) > MAX_PROMPT_LOGPROBS:
@@ -136,12 +138,10 @@ class Preparer:
                 )
         return generations
 
-    def _completion(self, body: CompletionBody, prompt: str | list[int]) -> Generation:
+    def _completion(self, shared: Generation, body: CompletionBody, prompt: str | list[int]) -> Generation:
         token_ids = self._prompt_tokens(prompt)
         # An answer of no token is one token long for the workers, and dropped here.
-        form = content_form(body)
-        generation = self._generation(body, token_ids, "prompt", max(1, body.answer_tokens), form)
-        generation = replace(generation, continues=True)
+        generation = self._generation(shared, body, token_ids, "prompt", max(1, body.answer_tokens))
         if not body.echo:
             return generation
         text = prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt, skip_special=False)
@@ -204,22 +204,13 @@ class Preparer:
                 f"`{param}` must hold token ids from 0 to {self._facts.vocab_size - 1}; got {outside[0]}", param=param
             )
 
-    def _generation(
-        self, body: ChatBody | CompletionBody, token_ids: Sequence[int], param: str, wanted: int | None, form: AnswerForm
-    ) -> Generation:
+    def _shared(self, body: ChatBody | CompletionBody, form: AnswerForm) -> Generation:
+        """What all prompts of a request share, as a generation without a prompt. Seed and limit come with each prompt."""
         self.check_tokens(body.stop_token_ids, "stop_token_ids")
-        if not token_ids:
-            raise InvalidRequestError(f"`{param}` must not be empty", param=param)
-        max_tokens = self._answer_room(len(token_ids), wanted, param)
-        if body.min_tokens > max_tokens:
-            raise InvalidRequestError(
-                f"`min_tokens` must be an integer from 0 to max_tokens ({max_tokens}); got {body.min_tokens}",
-                param="min_tokens",
-            )
         own_stops = () if body.ignore_eos else self._facts.eos_token_ids
         sampling = SamplingParams(
-            seed=secrets.randbelow(MAX_SEED) if body.seed is None else body.seed,
-            max_tokens=max_tokens,
+            seed=0,
+            max_tokens=1,
             temperature=body.temperature,
             top_p=body.top_p,
             top_k=0 if body.top_k >= self._facts.vocab_size else max(0, body.top_k),
@@ -234,17 +225,32 @@ class Preparer:
             grammar=form.grammar,
             speculative_decoding=body.speculative_decoding,
         )
-        salt, format_ = body.cache_salt or "", form.tool_format
         return Generation(
-            prompt_token_ids=tuple(token_ids),
+            prompt_token_ids=(),
             sampling=sampling,
             stops=body.stops(),
-            cache_salt=salt,
+            cache_salt=body.cache_salt or "",
             prompt_cache_key=body.prompt_cache_key,
             num_choices=body.n,
             echo=None,
-            tool_format=format_,
+            tool_format=form.tool_format,
         )
+
+    def _generation(
+        self, shared: Generation, body: ChatBody | CompletionBody, token_ids: Sequence[int], param: str, wanted: int | None
+    ) -> Generation:
+        """The generation of one prompt: `shared` with its tokens, a seed of its own, and as long an answer as fits."""
+        if not token_ids:
+            raise InvalidRequestError(f"`{param}` must not be empty", param=param)
+        max_tokens = self._answer_room(len(token_ids), wanted, param)
+        if body.min_tokens > max_tokens:
+            raise InvalidRequestError(
+                f"`min_tokens` must be an integer from 0 to max_tokens ({max_tokens}); got {body.min_tokens}",
+                param="min_tokens",
+            )
+        seed = secrets.randbelow(MAX_SEED) if body.seed is None else body.seed
+        sampling = replace(shared.sampling, seed=seed, max_tokens=max_tokens)
+        return replace(shared, prompt_token_ids=tuple(token_ids), sampling=sampling)
 
     def _biases(self, logit_bias: Mapping[str, float]) -> tuple[TokenBias, ...]:
         """Raises InvalidRequestError for keys that are no token ids. Several spellings of one id add up."""
