@@ -17,6 +17,7 @@ from protocol.errors import InvalidRequestError, TandemError
 from router.api.completion_events import CompletionEvents
 from router.api.shapes import AnswerInfo
 from router.request.answer import Delta
+from router.request.echo import Echo
 from router.request.generation import Generation
 from router.resume.event_ids import LAST_EVENT_HEADER, START, EventId, EventIds
 from router.resume.stream_records import StreamKey
@@ -119,29 +120,53 @@ class AnswerRequest:
         """Return the request that `dump` turned into these bytes."""
         written, _, packed = data.partition(b"\n")
         head, ids = _HEAD.validate_json(written), array("I", packed)
-        ends = tuple(accumulate(head.prompt_lengths))
-        prompts = tuple(tuple(ids[end - length : end]) for end, length in zip(ends, head.prompt_lengths, strict=True))
-        bare = zip(head.request.generations, prompts, strict=True)
-        generations = tuple(replace(generation, prompt_token_ids=prompt) for generation, prompt in bare)
-        return cls(generations, replace(head.request.info, prompts=prompts))
+        ends = accumulate(own.num_tokens for own in head.prompts)
+        generations = tuple(
+            own.generation(head.shared, tuple(ids[end - own.num_tokens : end]))
+            for own, end in zip(head.prompts, ends, strict=True)
+        )
+        return cls(generations, replace(head.info, prompts=tuple(each.prompt_token_ids for each in generations)))
 
     def dump(self) -> bytes:
         """Write the request: a line of JSON, then the token ids of all prompts as they lie in memory.
 
-        As JSON, a long prompt would hold up the loop for tens of milliseconds, from a thread as well.
+        As JSON, a long prompt would hold up the loop for tens of milliseconds, from a thread as well. So would a long
+        `logit_bias` or grammar that is written again for each prompt: what prompts share is written once.
         """
-        prompts = [generation.prompt_token_ids for generation in self.generations]
-        bare = tuple(replace(generation, prompt_token_ids=()) for generation in self.generations)
-        head = _Head(AnswerRequest(bare, replace(self.info, prompts=())), tuple(map(len, prompts)))
-        return b"\n".join((_HEAD.dump_json(head), b"".join(array("I", prompt).tobytes() for prompt in prompts)))
+        shared = replace(self.generations[0], prompt_token_ids=(), echo=None)
+        head = _Head(shared, tuple(map(_Prompt.of, self.generations)), replace(self.info, prompts=()))
+        packed = b"".join(array("I", each.prompt_token_ids).tobytes() for each in self.generations)
+        return b"\n".join((_HEAD.dump_json(head), packed))
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """How one prompt's generation differs from those of the request's other prompts, besides its token ids."""
+
+    num_tokens: int
+    seed: int
+    max_tokens: int
+    echo: Echo | None
+
+    @classmethod
+    def of(cls, generation: Generation) -> _Prompt:
+        """Return what this generation does not share with the others of its request."""
+        sampling = generation.sampling
+        return cls(len(generation.prompt_token_ids), sampling.seed, sampling.max_tokens, generation.echo)
+
+    def generation(self, shared: Generation, token_ids: tuple[int, ...]) -> Generation:
+        """Return the generation of this prompt; `shared` has what is the same for all prompts of the request."""
+        sampling = replace(shared.sampling, seed=self.seed, max_tokens=self.max_tokens)
+        return replace(shared, prompt_token_ids=token_ids, sampling=sampling, echo=self.echo)
 
 
 @dataclass(frozen=True)
 class _Head:
-    """A request without its prompts."""
+    """A request without its prompts' token ids."""
 
-    request: AnswerRequest
-    prompt_lengths: tuple[int, ...]
+    shared: Generation
+    prompts: tuple[_Prompt, ...]
+    info: AnswerInfo
 
 
 _HEAD = TypeAdapter(_Head)
