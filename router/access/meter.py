@@ -4,7 +4,8 @@
     before anything is done with it               before anything is queued
         └───────────────────────────────────────────┴─ the minute's requests or tokens are used up: 429 with the time to come
 
-What was computed stays charged, also if the client leaves before it gets a token. What the cluster failed to answer is free.
+What was computed stays charged, also if the client leaves before it gets a token. What the cluster failed to answer is free:
+a stream that failed before its first piece, and any other answer that failed at all, since its client got none of it.
 The buckets are the cluster's. While their keeper is away each router counts by itself: a limit then holds per router, which is
 better than none and than no service. What is given back goes to where it was charged, to the keeper a moment after it is back.
 """
@@ -109,18 +110,20 @@ class Meter:
         if charges := _charges(charged.caller, 0, -unused):
             self._later(self._give_back(charges, by_router=charged.by_router))
 
-    async def metered(self, charge: Charging, usage: Usage, answer: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
+    async def metered(
+        self, charge: Charging, usage: Usage, answer: AsyncGenerator[Delta, None], *, streamed: bool
+    ) -> AsyncGenerator[Delta, None]:
         """Yield the pieces of `answer`, once it was charged. Raises what `charge` raises.
 
-        `usage` tells at the end what was computed; the rest is given back. A failure of the cluster before the first piece
-        costs nothing more than what was prepaid.
+        `usage` tells at the end what was computed; the rest is given back. A failure of the cluster of which the client gets
+        nothing but an error costs nothing more than what was prepaid: in a stream, one before the first piece.
         """
         charged, begun, failed = None, False, False
         try:
             async with contextlib.aclosing(answer):
                 charged = await charge()
                 async for delta in answer:
-                    begun = True
+                    begun = streamed  # otherwise the client gets all pieces together, or none
                     yield delta
         except Exception as error:
             failed = not begun and not isinstance(error, InvalidRequestError)

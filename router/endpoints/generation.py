@@ -78,7 +78,7 @@ class GenerationEndpoints:
                 self._router, request, _work(chat, size), self._router.preparer.chat, chat, context
             )
             [generation] = self._metered.fit(request, generations, chat, "messages")
-            deltas = translation.undone_for(self._metered.generate(request, [generation]))
+            deltas = translation.undone_for(self._metered.generate(request, [generation], streamed=body.stream))
         builder = ResponseBuilder(uuid.uuid4().hex, self._router.facts.name, body, len(generation.prompt_token_ids))
         offload = offload_of(self._router, request)
         if body.stream:
@@ -97,7 +97,7 @@ class GenerationEndpoints:
         fitted = self._metered.fit(request, generations, body, param)
         if is_resumable(request):
             return self._resumption.begin(request, fitted, shape, info, stream=body.stream)
-        deltas, num_dropped = self._metered.generate(request, fitted), fitted[0].num_dropped
+        deltas, num_dropped = self._metered.generate(request, fitted, streamed=body.stream), fitted[0].num_dropped
         offload = offload_of(self._router, request)
         if body.stream:
             return EventSender(deltas, CompletionEvents(shape, info), offload, num_dropped, self._client_s)

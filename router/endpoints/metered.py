@@ -51,14 +51,15 @@ class MeteredRouter:
             fitted.append(dataclasses.replace(own, cache_salt=salt, scheduling_class=scheduling_class))
         return tuple(fitted)
 
-    def generate(self, request: Request, generations: Sequence[Generation]) -> AsyncGenerator[Delta, None]:
+    def generate(self, request: Request, generations: Sequence[Generation], *, streamed: bool) -> AsyncGenerator[Delta, None]:
         """Return the pieces of the answer as they come, charged to the caller. All work on the request's text is done.
 
+        An answer that is not `streamed` is free if the cluster fails before its end: its client gets none of the pieces then.
         Raises RateLimitError if the caller has too many answers running for all of these to begin, and InvalidRequestError if
         it may never have so many.
         """
         before = [EmittedChoice()] * sum(generation.num_choices for generation in generations)
-        return self._metered(request, generations, before, self._begun(request, generations, before))
+        return self._metered(request, generations, before, self._begun(request, generations, before), streamed=streamed)
 
     async def charge_rest(
         self, request: Request, generations: Sequence[Generation], emitted: Sequence[EmittedChoice]
@@ -78,7 +79,7 @@ class MeteredRouter:
         async def charge() -> Charged:
             return charged
 
-        return self._metered(request, generations, emitted, charge)
+        return self._metered(request, generations, emitted, charge, streamed=True)
 
     def give_back(self, charged: Charged) -> None:
         """Give back what was charged for a stream of which nothing was computed. Does nothing once its rest has ended."""
@@ -99,14 +100,16 @@ class MeteredRouter:
         generations: Sequence[Generation],
         before: Sequence[EmittedChoice],
         charge: Charging,
+        *,
+        streamed: bool,
     ) -> AsyncGenerator[Delta, None]:
         identity = _identity(request)
         answer = self._router.generate(generations, identity, before)
-        metered = self._meter.metered(charge, identity.usage, answer)
+        metered = self._meter.metered(charge, identity.usage, answer, streamed=streamed)
         if self._usage is None:
             return metered
         caller, path = caller_of(request.scope), request.scope["path"]
-        return self._usage.noted(caller, identity, path, _num_running(before), metered)
+        return self._usage.noted(caller, identity, path, _num_running(before), metered, streamed=streamed)
 
 
 def _num_running(before: Sequence[EmittedChoice]) -> int:

@@ -49,7 +49,7 @@ class ResumptionEndpoint:
         if caller.key is None:
             check_hard_to_guess(key)
         writer = new_writer(key, AnswerRequest(tuple(generations), info).dump())
-        deltas = self._recorder.recorded(writer, self._metered.generate(request, generations))
+        deltas = self._recorder.recorded(writer, self._metered.generate(request, generations, streamed=True))
         events = ResumableEvents(CompletionEvents(shape, info))
         return EventSender(deltas, events, offload_of(self._router, request), generations[0].num_dropped, self._client_s)
 

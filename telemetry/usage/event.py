@@ -76,6 +76,7 @@ class UsageEvent:
     cached_tokens: int
     """How many of these need not be computed, as their KV was there."""
     answer_tokens: int
+    """Tokens of all answers; 0 if the cluster failed an answer that is not streamed, of which the client got nothing."""
     resumed_tokens: int
     """How many of these the client had before, since it has resumed a stream. An earlier line has them, too."""
     outcome: Outcome

@@ -1,7 +1,8 @@
 """Notes what each request has used, when it has ended, and refuses callers that have used up a month's budget.
 
 A request is noted once a pair of workers had room for it. What was refused before that (401, 429, 503) costs nothing, has no
-line, and can't fill the log; nor has what prefill workers had no room for.
+line, and can't fill the log; nor has what prefill workers had no room for. An answer that the cluster failed before its client
+got any of it is noted without its tokens, so that no budget pays for it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator
 
-from protocol.errors import OverloadedError, TandemError
+from protocol.errors import InvalidRequestError, OverloadedError, TandemError
 from router.access.callers import Caller
 from router.access.usage.budgets import MonthlyBudgets
 from router.access.usage.queue import UsageQueue, UsageStore
@@ -50,14 +51,22 @@ class UsageNotes:
         self._budgets.check(caller, time.time())
 
     async def noted(
-        self, caller: Caller, request: RequestIdentity, endpoint: str, num_choices: int, answer: AsyncGenerator[Delta, None]
+        self,
+        caller: Caller,
+        request: RequestIdentity,
+        endpoint: str,
+        num_choices: int,
+        answer: AsyncGenerator[Delta, None],
+        *,
+        streamed: bool,
     ) -> AsyncGenerator[Delta, None]:
         """Yield the pieces of `answer`, and note at the end, whatever it is, what the request has used.
 
-        `num_choices` is the number of choices that are to come to their end.
+        `num_choices` is the number of choices that are to come to their end. Of an answer that is not `streamed` a client gets
+        nothing if the cluster fails: the note has none of its tokens.
         """
         code: str | None = None
-        begun = free = False
+        begun = free = lost = False
         try:
             async with contextlib.aclosing(answer):
                 async for delta in answer:
@@ -67,13 +76,16 @@ class UsageNotes:
         except Exception as error:
             code = error.code if isinstance(error, TandemError) else TandemError.code
             free = not begun and isinstance(error, OverloadedError)
+            lost = not streamed and not isinstance(error, InvalidRequestError)
             raise
         finally:
             outcome: Outcome = "failed" if code is not None else "cancelled" if num_choices else "done"
             if not free:
-                self._note(caller, request, endpoint, outcome, code)
+                self._note(caller, request, endpoint, outcome, code, lost=lost)
 
-    def _note(self, caller: Caller, request: RequestIdentity, endpoint: str, outcome: Outcome, code: str | None) -> None:
+    def _note(
+        self, caller: Caller, request: RequestIdentity, endpoint: str, outcome: Outcome, code: str | None, *, lost: bool
+    ) -> None:
         usage = request.usage
         computed = [prompt for prompt in usage.prompts if prompt.computed]
         if not computed:
@@ -91,7 +103,7 @@ class UsageNotes:
             endpoint=endpoint,
             prompt_tokens=sum(prompt.num_prompt_tokens for prompt in computed),
             cached_tokens=sum(prompt.num_cached_tokens for prompt in computed),
-            answer_tokens=sum(prompt.num_answer_tokens for prompt in computed),
+            answer_tokens=0 if lost else sum(prompt.num_answer_tokens for prompt in computed),
             resumed_tokens=sum(prompt.num_resumed_tokens for prompt in computed),
             outcome=outcome,
             code=code,

@@ -194,6 +194,24 @@ def test_who_leaves_and_what_fails_is_noted_as_such(run_cluster: Run, store: Boo
     run_cluster(test, usage_store=store, limits={"queue_s": 0.5})
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_budget_pays_for_a_failed_answer_only_if_the_client_got_some_of_it(
+    run_cluster: Run, store: BookStore, stream: bool
+) -> None:
+    async def test(cluster: Any) -> None:
+        cluster.decode[0].die_after = 3
+        answer = await cluster.complete(max_tokens=50, ignore_eos=True, stream=stream)
+        assert answer.status_code == (200 if stream else 503)
+        [line] = await store.until(1)
+        assert line["outcome"] == "failed"
+        assert line["prompt_tokens"] > 0
+        used = parse_line(json.dumps(line).encode())
+        assert used is not None
+        assert (line["answer_tokens"] > 0, used.tokens > 0) == (stream, stream)
+
+    run_cluster(test, usage_store=store, limits={"queue_s": 0.5})
+
+
 def test_a_stream_that_is_resumed_has_a_line_for_each_connection(run_cluster: Run, store: BookStore) -> None:
     async def test(cluster: Any) -> None:
         cluster.says("one two three four " * 20)

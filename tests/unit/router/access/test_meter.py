@@ -76,9 +76,11 @@ class Answer:
             self._prompt.computed = self._computed
             self._prompt.num_answer_tokens = told
 
-    def metered(self, meter: Meter, who: Caller, most_tokens: int, prepaid_tokens: int = 0) -> AsyncGenerator[Delta, None]:
+    def metered(
+        self, meter: Meter, who: Caller, most_tokens: int, prepaid_tokens: int = 0, streamed: bool = True
+    ) -> AsyncGenerator[Delta, None]:
         charge = partial(meter.charge_answer, who, most_tokens, prepaid_tokens)
-        return meter.metered(charge, self.usage, self.deltas())
+        return meter.metered(charge, self.usage, self.deltas(), streamed=streamed)
 
 
 async def drain(answer: AsyncGenerator[Delta, None]) -> int:
@@ -147,6 +149,24 @@ def test_a_failure_of_the_cluster_before_the_first_token_is_free(
         who = caller(tmp_path / "k", tokens_per_minute=100)
         with pytest.raises(error):
             await drain(answer.metered(meter, who, 100))
+        await meter.close()
+        assert left(keeper, who, 100) == 100 - used
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("error", "used"), [(UnavailableError("all lost"), 0), (ProtocolError("a bug"), 0), (InvalidRequestError("stuck"), 32)]
+)
+def test_an_answer_that_is_not_streamed_is_free_if_the_cluster_fails(tmp_path: Path, error: Exception, used: int) -> None:
+    """Its client gets an error alone, however much of it was there."""
+
+    async def main() -> None:
+        keeper = Keeper()
+        meter = Meter(keeper)
+        who = caller(tmp_path / "k", tokens_per_minute=100)
+        with pytest.raises(type(error)):
+            await drain(Answer(30, 2, error=error).metered(meter, who, 100, streamed=False))
         await meter.close()
         assert left(keeper, who, 100) == 100 - used
 
