@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from protocol.errors import TandemError
 from router.api.outlet import Outlet
 from router.api.server_sent_events import EventWriter
-from router.api.shapes import ENTRY_SIZE, Offload
+from router.api.shapes import Offload
 from router.request.answer import Delta
 from telemetry.logging import fields
 
@@ -105,9 +105,8 @@ class EventSender(AnswerSender):
 
     async def _push(self, delta: Delta) -> bytes:
         """The events of the next piece, made in a thread if there is much to write."""
-        if not delta.logprobs and delta.finish_reason is None:
-            return self._events.push(delta)
-        return await self._offload(ENTRY_SIZE * self._events.num_entries(delta), self._events.push, delta)
+        size = self._events.size(delta)
+        return await self._offload(size, self._events.push, delta) if size else self._events.push(delta)
 
     async def _start(self, send: Send) -> None:
         """Send the head of the answer."""

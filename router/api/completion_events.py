@@ -47,33 +47,38 @@ class CompletionEvents:
         self._num_tokens += len(delta.token_ids)
         self._cached_tokens += delta.cached_tokens
         self._guesses = Guesses.total((self._guesses, delta.guesses))
-        events = [*self._openings(delta.index), *self._chunks(delta)]
+        large = num_entries(delta.logprobs) > LARGE_ENTRIES or self._num_prompt_ids(delta) > LARGE_TOKENS
+        events = [event(chunk, large=large) for chunk in self._counted([*self._openings(delta.index), *self._chunks(delta)])]
         if delta.finish_reason is not None:
             self._times[delta.index] = delta.times
             self.ended = len(self._times) == self._info.num_choices
         return events + self._ending() if self.ended else events
 
-    def num_entries(self, delta: Delta) -> int:
-        """Return how many tokens with logprobs `push` is going to write, alternatives included."""
-        return num_entries(delta.logprobs)
+    def size(self, delta: Delta) -> int:
+        """Return how long `push` will take, in characters that take as long to encode. Text of a few tokens counts nothing."""
+        return ENTRY_SIZE * num_entries(delta.logprobs) + self._num_prompt_ids(delta)
 
     def fail(self, error: TandemError) -> bytes:
         """Return the event that tells of an error in the middle of a stream."""
         return event(error_body(error))
 
-    def _openings(self, index: int) -> list[bytes]:
+    def _num_prompt_ids(self, delta: Delta) -> int:
+        """Number of token ids of prompts in the events of the next piece: each choice's first event has those of its prompt."""
+        if not self._info.return_token_ids:
+            return 0
+        return self._shape.num_prompt_ids(range(self._num_opened, delta.index + 1), delta.index)
+
+    def _openings(self, index: int) -> list[Json]:
         """Those up to this choice's that were not sent yet."""
         openings = [self._shape.opening(each) for each in range(self._num_opened, index + 1)]
         self._num_opened = max(self._num_opened, index + 1)
-        return [event(chunk) for chunk in self._counted([opening for opening in openings if opening is not None])]
+        return [opening for opening in openings if opening is not None]
 
-    def _chunks(self, delta: Delta) -> list[bytes]:
+    def _chunks(self, delta: Delta) -> list[Json]:
         """The chunks of one piece. A piece that says nothing yet has none, unless the client asked for each token."""
         if self._sparse and not (delta.text or delta.tool_calls or delta.finish_reason is not None):
             return []
-        chunks = self._counted([self._shape.chunk(piece) for piece in _ending_apart(delta)])
-        large = num_entries(delta.logprobs) > LARGE_ENTRIES
-        return [event(chunk, large=large) for chunk in chunks]
+        return [self._shape.chunk(piece) for piece in _ending_apart(delta)]
 
     def _counted(self, chunks: list[Json]) -> list[Json]:
         """The chunks with the counts so far, if the client asked for them in each."""

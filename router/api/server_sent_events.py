@@ -26,8 +26,8 @@ class EventWriter(Protocol):
         """Return the events of the next piece, ready to be sent; empty if the piece makes none."""
         ...
 
-    def num_entries(self, delta: Delta) -> int:
-        """Return how many tokens with logprobs `push` is going to write, alternatives included."""
+    def size(self, delta: Delta) -> int:
+        """Return how long `push` will take, in characters that take as long to encode. Text of a few tokens counts nothing."""
         ...
 
     def fail(self, error: TandemError) -> bytes:

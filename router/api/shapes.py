@@ -79,6 +79,13 @@ class AnswerShape(Protocol):
         """Return the chunk that goes before the first text of a choice; None if the endpoint has none."""
         ...
 
+    def num_prompt_ids(self, opened: range, index: int) -> int:
+        """Return the number of prompts' token ids in the openings of these choices and in the next chunk of choice `index`.
+
+        To be called if the client asked for token ids.
+        """
+        ...
+
     def chunk(self, delta: Delta) -> Json:
         """Return the chunk of one piece."""
         ...

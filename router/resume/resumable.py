@@ -99,9 +99,9 @@ class ResumableEvents:
         self._ids.next_piece()
         return b"".join(self._ids.add(event) for event in self._events.events(delta))
 
-    def num_entries(self, delta: Delta) -> int:
-        """Return how many tokens with logprobs `push` is going to write, alternatives included."""
-        return self._events.num_entries(delta)
+    def size(self, delta: Delta) -> int:
+        """Return how long `push` will take, in characters that take as long to encode. Text of a few tokens counts nothing."""
+        return self._events.size(delta)
 
     def fail(self, error: TandemError) -> bytes:
         """Return the event that tells of an error in the middle of a stream."""

@@ -24,7 +24,11 @@ class ChatShape:
         chunk = self._chunk(
             {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         )
-        return {**chunk, "prompt_token_ids": self._info.prompt_of(index)} if self._info.return_token_ids else chunk
+        return {**chunk, "prompt_token_ids": Entries(self._info.prompt_of(index))} if self._info.return_token_ids else chunk
+
+    def num_prompt_ids(self, opened: range, index: int) -> int:
+        """Return the number of prompts' token ids in the openings of these choices."""
+        return sum(len(self._info.prompt_of(each)) for each in opened)
 
     def chunk(self, delta: Delta) -> Json:
         """Return the chunk of one piece."""
@@ -55,7 +59,7 @@ class ChatShape:
             "choices": [self._choice(index, answer) for index, answer in enumerate(answers)],
             "usage": whole_usage(self._info, answers),
         }
-        return {**body, "prompt_token_ids": self._info.prompt_of(0)} if self._info.return_token_ids else body
+        return {**body, "prompt_token_ids": Entries(self._info.prompt_of(0))} if self._info.return_token_ids else body
 
     def _choice(self, index: int, answer: Answer) -> Json:
         message: Json = {"role": "assistant", "content": answer.text, "refusal": None}

@@ -38,11 +38,15 @@ class CompletionShape:
         """Return None: a text completion's first chunk has text already."""
         return None
 
+    def num_prompt_ids(self, opened: range, index: int) -> int:
+        """Return the number of prompts' token ids in the next chunk of choice `index`, if it is the first."""
+        return 0 if index in self._begun else len(self._info.prompt_of(index))
+
     def chunk(self, delta: Delta) -> Json:
         """Return the chunk of one piece; a choice's first chunk has the prompt's tokens if the client asked for tokens."""
         choice = self._choice(delta.index, delta)
         if self._info.return_token_ids and delta.index not in self._begun:
-            choice["prompt_token_ids"] = self._info.prompt_of(delta.index)
+            choice["prompt_token_ids"] = Entries(self._info.prompt_of(delta.index))
         self._begun.add(delta.index)
         chunk = {**self._head, "choices": [choice]}
         return {**chunk, "usage": None} if self._info.include_usage else chunk

@@ -25,12 +25,12 @@ class ResponseEvents:
         opening = [] if self._begun else self._builder.begin()
         self._begun = True
         self.ended = delta.finish_reason is not None
-        large = self.num_entries(delta) > LARGE_ENTRIES
+        large = self._builder.num_entries(delta) > LARGE_ENTRIES
         return _named(opening + self._builder.push(delta), large=large)
 
-    def num_entries(self, delta: Delta) -> int:
-        """Return how many tokens with logprobs `push` is going to write, alternatives included."""
-        return self._builder.num_entries(delta)
+    def size(self, delta: Delta) -> int:
+        """Return how long `push` will take, in characters that take as long to encode. Text of a few tokens counts nothing."""
+        return ENTRY_SIZE * self._builder.num_entries(delta)
 
     def fail(self, error: TandemError) -> bytes:
         """Return the event that tells that the response failed."""

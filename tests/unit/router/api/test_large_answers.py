@@ -11,9 +11,11 @@ from typing import Any, TypeVar
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.types import Message
 
+from router.api.answer_sender import EventSender
 from router.api.chat.shape import ChatShape
-from router.api.completion_events import whole_completion
+from router.api.completion_events import CompletionEvents, whole_completion
 from router.api.completions.shape import CompletionShape
 from router.api.large.encoding import Entries, encode, encoded
 from router.api.responses.body import ResponsesBody
@@ -77,6 +79,8 @@ def test_slices_of_the_objects_themselves() -> None:
     for shape in (ChatShape(INFO), CompletionShape(INFO)):
         chunk = shape.chunk(replace(delta))
         assert encoded(chunk, large=True) == encode(chunk).encode()
+    assert isinstance(ChatShape(INFO).opening(0)["prompt_token_ids"], Entries)
+    assert isinstance(CompletionShape(INFO).chunk(delta)["choices"][0]["prompt_token_ids"], Entries)
 
 
 def offload_of(threads: TextThreads) -> Offload:
@@ -112,8 +116,7 @@ def test_the_last_events_of_a_response_are_written_beside_the_loop() -> None:
         threads, events = TextThreads(), ResponseEvents(ResponseBuilder("a", "m", BODY, 2))
         async with watched_loop() as pauses:
             async for delta in pieces(NUM_STREAMED):
-                size = 16 * events.num_entries(delta)
-                last = await threads.offload("acme", size, events.push, delta)
+                last = await threads.offload("acme", events.size(delta), events.push, delta)
         threads.close()
         assert events.ended
         assert last.count(b'"bytes"') == 4 * NUM_STREAMED * (1 + NUM_TOP) + 1 + NUM_TOP
@@ -142,3 +145,37 @@ def test_prompts_that_are_repeated_with_each_choice_hold_up_nobody() -> None:
 async def one_token_each(choices: int) -> AsyncGenerator[Delta, None]:
     for index in range(choices):
         yield Delta(index, "a", (1,), (), "length", 0)
+
+
+@pytest.mark.parametrize("shape_of", [ChatShape, CompletionShape])
+@pytest.mark.parametrize("wanted", [True, False])
+def test_the_ids_of_prompts_count_as_work_to_stream(shape_of: type[ChatShape] | type[CompletionShape], wanted: bool) -> None:
+    """The choices of a chat open together: 32 copies of a prompt of 128k ids were encoded on the loop in one call."""
+    prompt = tuple(range(70_000))
+    info = replace(INFO, prompts=(prompt,), choices_per_prompt=3, logprobs=False, return_token_ids=wanted)
+    events, given = CompletionEvents(shape_of(info), info), []
+
+    async def noted(size: int, work: Callable[..., _T], *args: Any) -> _T:
+        given.append(size)
+        return work(*args)
+
+    async def deltas() -> AsyncGenerator[Delta, None]:
+        for index in (2, 2, 1, 0, 0):
+            yield Delta(index, "a", (1,), (), None, 0)
+        for index in range(3):
+            yield Delta(index, "", (), (), "length", 0)
+
+    async def reading() -> Message:
+        never: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        return await never
+
+    sent: list[bytes] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message.get("body", b""))
+
+    asyncio.run(EventSender(deltas(), events, noted, None, 60.0)({"type": "http"}, reading, send))
+    shown = b"".join(sent).count(b"69999]")
+    assert shown == (3 if wanted else 0)
+    once = [len(prompt)] * 3 if shape_of is CompletionShape else [3 * len(prompt)]
+    assert given == (once if wanted else [])
