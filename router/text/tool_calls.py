@@ -38,13 +38,14 @@ class ToolCall(NamedTuple):
 
 def whole_calls(pieces: Iterable[ToolCallDelta]) -> list[ToolCall]:
     """Put the pieces of all calls of an answer together."""
-    calls: list[ToolCall] = []
+    begun: list[tuple[str, str]] = []
+    arguments: list[list[str]] = []
     for piece in pieces:
         if piece.call_id is not None and piece.name is not None:
-            calls.append(ToolCall(piece.call_id, piece.name, ""))
-        call = calls[piece.index]
-        calls[piece.index] = call._replace(arguments=call.arguments + piece.arguments)
-    return calls
+            begun.append((piece.call_id, piece.name))
+            arguments.append([])
+        arguments[piece.index].append(piece.arguments)
+    return [ToolCall(call_id, name, "".join(parts)) for (call_id, name), parts in zip(begun, arguments, strict=True)]
 
 
 class _State(Enum):
@@ -92,7 +93,7 @@ class ToolCallParser:
 
     def flush(self) -> str:
         """Return the content that was held back, now that no more text comes: a call without its name is content too."""
-        held, self._pending = self._pending, ""
+        held, self._pending = self._content.flush() + self._pending, ""
         return held if self._state is _State.CONTENT else ""
 
     def _advance(self, pieces: list[ToolCallDelta]) -> bool:
@@ -146,6 +147,8 @@ class _ContentBeforeCalls:
         """A call begins with one of these: other JSON, or text that is free to have the tag, may begin like it."""
         self._longest = max(map(len, self._openings), default=0)
         self._at_start = True
+        self._blanks: list[str] = []
+        """What the answer begins with, as long as that is blanks alone. It is content only if no call comes next."""
 
     def split(self, pending: str) -> tuple[str, str, bool]:
         """Return the content at the front of `pending`, what is left of it, and whether a call's name comes next."""
@@ -155,12 +158,21 @@ class _ContentBeforeCalls:
         if start is not None:
             # A template puts the call on a line of its own again: else the next turn's prompt is not what was said.
             content = content.removesuffix("\n")
-        if self._at_start and not content.strip():
-            content = ""  # blanks before a call are dropped, so they wait here until it is known whether one comes
-        self._at_start = self._at_start and not content
+        if self._anywhere and self._at_start and not content.strip():
+            self._blanks.append(content)
+            content = ""
+        elif content:
+            self._at_start = False
+            content = self.flush() + content
         if start is None:
-            return content, pending[len(content) :], False
+            return content, pending[end:], False
         return content, pending[start + len(self._begin) :], True
+
+    def flush(self) -> str:
+        """Return the blanks that were held back, now that they are content."""
+        held = "".join(self._blanks)
+        self._blanks.clear()
+        return held
 
     def _start_of_call(self, pending: str) -> int | None:
         if not self._anywhere:
