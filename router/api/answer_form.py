@@ -26,18 +26,24 @@ class AnswerForm:
     """How calls are written; None if the answer can have no calls."""
 
 
-def content_form(body: GuidedBody) -> AnswerForm:
-    """Return the form of an answer without calls. Raises InvalidRequestError for a form that can't be followed."""
+def content_form(body: GuidedBody, vocab_size: int) -> AnswerForm:
+    """Return the form of an answer without calls, of a model with `vocab_size` tokens.
+
+    Raises InvalidRequestError for a form that can't be followed.
+    """
     rule = body.answer_rule()
-    return AnswerForm() if rule is None else AnswerForm(rule.grammar())
+    if rule is None:
+        return AnswerForm()
+    rule.check_tokens(vocab_size)
+    return AnswerForm(rule.grammar())
 
 
-def chat_form(body: ChatBody, format_: ToolFormat) -> AnswerForm:
-    """Return the form of a chat's answer, whose calls are written in `format_`.
+def chat_form(body: ChatBody, format_: ToolFormat, vocab_size: int) -> AnswerForm:
+    """Return the form of a chat's answer, whose calls are written in `format_`, of a model with `vocab_size` tokens.
 
     Raises InvalidRequestError for a form that can't be followed, and for tools that can't be called.
     """
-    form = content_form(body)
+    form = content_form(body, vocab_size)
     wishes = tool_wishes(body.tools, body.tool_choice, body.parallel_tool_calls)
     if wishes is None:
         return form

@@ -85,7 +85,7 @@ class Preparer:
         Raises InvalidRequestError, and ContextLengthError when prompt and answer are too long.
         """
         body.check_together()
-        form = chat_form(body, self._tool_format)
+        form = chat_form(body, self._tool_format, self._facts.vocab_size)
         shared = self._shared(body, form)
         chat = self._chat_prompt(body, form.tools, max_context)
         generation = self._generation(shared, body, chat.token_ids, "messages", body.answer_tokens)
@@ -126,7 +126,8 @@ class Preparer:
                 self._bounds.check_size(len(prompt), "prompt")
             else:
                 self._bounds.check_ids(len(prompt), "prompt")
-        shared = replace(self._shared(body, content_form(body)), continues=True)
+        form = content_form(body, self._facts.vocab_size)
+        shared = replace(self._shared(body, form), continues=True)
         generations = [self._completion(shared, body, prompt) for prompt in prompts]
         if body.echo and body.logprobs is not None:
             num_shown = body.n * sum(len(generation.prompt_token_ids) for generation in generations)

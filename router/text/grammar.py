@@ -17,6 +17,7 @@ from typing import Any
 from protocol.errors import InvalidRequestError
 from protocol.sampling import MAX_GRAMMAR_CHARS
 from router.text.grammar_checks import problem_of
+from router.text.lark import largest_token_id, sets_temperature
 
 HEAD = '%llguidance {"no_forcing": true}\n'
 MAX_FREE_KEY = 100
@@ -149,6 +150,13 @@ class AnswerRule:
     fuel: int = _FUEL
     """How much work llguidance may have with the rule before it is refused."""
 
+    def check_tokens(self, vocab_size: int) -> None:
+        """Raise InvalidRequestError if the rule is a grammar that names a token outside of a vocabulary of this size."""
+        largest = largest_token_id(self.rule) if self.whole else -1
+        if largest >= vocab_size:
+            problem = f"`{self.param}` must name tokens by ids from 0 to {vocab_size - 1}; got {largest}"
+            raise InvalidRequestError(problem, param=self.param)
+
     def grammar(self) -> str:
         """Return the grammar of answers that follow this rule. Raises as `check_grammar`."""
         grammar = HEAD + (self.rule if self.whole else f"start: {self.rule}\n")
@@ -176,10 +184,13 @@ def regex_rule(pattern: str, param: str) -> AnswerRule:
 def lark_rule(grammar: str, param: str) -> AnswerRule:
     """Return the rule of answers that follow this grammar, in llguidance's dialect of Lark.
 
-    Raises InvalidRequestError for one that sets llguidance's option `no_forcing` otherwise than the router does.
+    Raises InvalidRequestError for one that sets llguidance's option `no_forcing` otherwise than the router does, or a
+    temperature, which workers have for an answer and not for a rule.
     """
     if _forces(grammar):
         raise InvalidRequestError(f"`{param}` must not set no_forcing to false", param=param)
+    if sets_temperature(grammar):
+        raise InvalidRequestError(f"`{param}` must not set a rule's temperature; set that of the request", param=param)
     return AnswerRule(
         param, "a grammar that can be followed, in the notation of Lark", grammar + "\n", whole=True, fuel=_OWN_FUEL
     )

@@ -247,6 +247,8 @@ CASES: list[tuple[str, dict[str, Any], int, str | None, str]] = [
         "guided_grammar",
         "must not set no_forcing",
     ),
+    (PLAIN, {"guided_grammar": 'start[temperature=2]: "a"'}, 400, "guided_grammar", "a rule's temperature"),
+    (CHAT, {"guided_grammar": "start: <[99999999]>"}, 400, "guided_grammar", "from 0 to 49151; got 99999999"),
     (PLAIN, {"guided_grammar": DOUBLING}, 400, "guided_grammar", "too big"),
     (PLAIN, {"guided_json": {}, "guided_regex": "a"}, 400, "guided_regex", "`guided_json` and `guided_regex` both say"),
     (CHAT, {"guided_json": {}, "response_format": {"type": "json_object"}}, 400, "guided_json", "`response_format` and"),

@@ -17,9 +17,9 @@ def test_form_and_biases_are_made_once_for_all_prompts(model: Model, monkeypatch
     """A body of 4 KB with 450 prompts and 270 biases held up the loop for a quarter of a second."""
     made: list[GuidedBody] = []
 
-    def noted(body: GuidedBody) -> AnswerForm:
+    def noted(body: GuidedBody, vocab_size: int) -> AnswerForm:
         made.append(body)
-        return content_form(body)
+        return content_form(body, vocab_size)
 
     monkeypatch.setattr("router.api.prepare.content_form", noted)
     fields = {"model": "smollm2", "prompt": ["a", "b c", "d"], "guided_choice": ["one", "two"], "logit_bias": {"5": 1}}
