@@ -35,7 +35,7 @@ from cluster.sizer import PoolSizer, known_step_times
 from cluster.supervisor import Supervisor
 from configs.models import all_here, resolve_for
 from configs.schema import ClusterConfig
-from protocol.cluster_view import ClusterView, RolloutObservation, RolloutOrder, RouterObservation
+from protocol.cluster_view import SCALED_BY_HAND, ClusterView, RolloutObservation, RolloutOrder, RouterObservation
 from protocol.errors import ConfigError, InvalidRequestError
 from protocol.messages.workers import Duty, Role
 from telemetry.counts_folder import num_places
@@ -117,7 +117,7 @@ class Controller:
             self._launcher.routers = routers
             self._router_replicas.want(routers)
         if sizes:
-            await self._pause("scaled by hand")
+            await self._pause(SCALED_BY_HAND)
         await self._supervisor.saved()
 
     async def drain(self, worker_id: str, restart: bool) -> None:

@@ -13,6 +13,10 @@ from typing import Any
 
 from protocol.messages.workers import Duty, Role, WorkerRef
 
+PAUSED_BY_HAND = "paused by hand"
+SCALED_BY_HAND = "scaled by hand"
+"""How the reasons begin for which the autoscaler is paused after an operator's order to pause it, and to scale."""
+
 
 class WorkerState(Enum):
     """STARTING → READY → DRAINING → gone; a worker that dies goes back to STARTING with the next epoch.

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from configs.addresses import is_loopback
 from configs.schema import HttpConfig
-from protocol.cluster_view import RolloutOrder
+from protocol.cluster_view import PAUSED_BY_HAND, RolloutOrder
 from protocol.errors import AuthenticationError, NotAllowedError
 from protocol.messages.workers import Duty, Role
 from router.access.audit_trail import note_action
@@ -114,7 +114,7 @@ class OperatorEndpoints:
         check_operator(self._router.config.http, request)
         body, _ = await read_body(self._router, request, AutoscaleBody)
         note_action(request.scope, "autoscale", do=body.action)
-        await self._router.orders.autoscale("paused by hand" if body.action == "pause" else None)
+        await self._router.orders.autoscale(PAUSED_BY_HAND if body.action == "pause" else None)
         return JSONResponse({"action": body.action})
 
     async def drain(self, request: Request) -> Response:

@@ -24,10 +24,12 @@ from cluster.commands.lib.interrupts import undone_when_ended
 from cluster.commands.lib.options import DEFAULT_URL, LONGEST_S, AdminKey, Url
 from cluster.commands.lib.waiting import (
     Lacking,
+    Status,
     Workers,
     current_workers,
     find_worker,
     of_role,
+    patient_status,
     patiently,
     wait_for,
     what_a_drain_lacks,
@@ -35,6 +37,7 @@ from cluster.commands.lib.waiting import (
     what_a_role_lacks,
 )
 from cluster.commands.workers.new_config import abort, parse_share, try_config
+from protocol.cluster_view import PAUSED_BY_HAND, SCALED_BY_HAND
 from protocol.errors import InvalidRequestError, UnavailableError
 from protocol.messages.workers import Role
 
@@ -121,24 +124,26 @@ def roll_out(client: ApiClient, room_s: float, wait_s: float) -> None:
     old = {role: [worker for worker in of_role(now, role) if worker["state"] != "draining"] for role in Role}
     waiting = [worker for worker in now if worker.get("standby")]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress, _autoscaler_quiet(client, status.get("autoscaler")):
+    with Progress(*columns, console=Console(stderr=True)) as progress, _autoscaler_quiet(client, status):
         bar = progress.add_task("rollout", total=sum(map(len, old.values())) + len(waiting))
 
         def report(text: str) -> None:
             progress.update(bar, description=text)
 
         for role, workers in old.items():
-            # One that is restarting already stays wanted.
-            number = status["wanted"].get(role.value, 0)
-            with _one_more(client, role, number, room_s, wait_s, report) if workers else nullcontext():
+            with _one_more(client, role, room_s, wait_s, report) if workers else nullcontext():
                 _restart_each(client, workers, wait_s, report, lambda: progress.advance(bar))
         _restart_each(client, waiting, wait_s, report, lambda: progress.advance(bar))
         report("all workers are new")
 
 
 @contextmanager
-def _autoscaler_quiet(client: ApiClient, state: Mapping[str, Any] | None) -> Iterator[None]:
-    """While the block runs, the autoscaler, whose state is that of /admin/status, changes nothing."""
+def _autoscaler_quiet(client: ApiClient, before: Status) -> Iterator[None]:
+    """While the block runs, the autoscaler changes nothing, if there is one. `before` is the present answer of /admin/status.
+
+    If an operator changes workers meanwhile, it stays paused, as after any such order.
+    """
+    state = before.get("autoscaler")
     if state is None or state["paused"]:
         yield
         return
@@ -153,7 +158,20 @@ def _autoscaler_quiet(client: ApiClient, state: Mapping[str, Any] | None) -> Ite
     finally:
         if pauses:
             left = "the autoscaler is paused: `tandem autoscale resume`"
-            _undo(lambda: client.post("/admin/autoscale", {"action": "resume"}), left)
+            _undo(lambda: _resume(client, before["wanted"]), left)
+
+
+def _resume(client: ApiClient, before: Mapping[str, int]) -> None:
+    """Let the autoscaler go on, unless an operator has changed workers since the sizes `before` were wanted."""
+    status = client.get("/admin/status")
+    reason = (status["autoscaler"] or {}).get("paused")
+    # A paused autoscaler changes one thing: it wakes a role at 0.
+    scaled = any(number and status["wanted"].get(role) != number for role, number in before.items())
+    # An operator may have had it go on, or the router that answers has not heard yet that it is paused.
+    if reason is not None and (scaled or not reason.startswith((PAUSED_BY_HAND, SCALED_BY_HAND))):
+        _say("the autoscaler stays paused, since workers were changed by hand meanwhile: `tandem autoscale resume`")
+        return
+    client.post("/admin/autoscale", {"action": "resume"})
 
 
 def _restart_each(client: ApiClient, workers: Workers, wait_s: float, report: Report, on_restarted: Callable[[], None]) -> None:
@@ -180,12 +198,13 @@ def _begin_restart(client: ApiClient, worker_id: str, epoch: int) -> Lacking | N
 
 
 @contextmanager
-def _one_more(client: ApiClient, role: Role, number: int, room_s: float, wait_s: float, report: Report) -> Iterator[None]:
-    """While the block runs, the role has one worker more than `number`, which takes what the others do not.
+def _one_more(client: ApiClient, role: Role, room_s: float, wait_s: float, report: Report) -> Iterator[None]:
+    """While the block runs, the role has one worker more than are wanted now, which takes what the others do not.
 
     If the additional worker is not ready in time, there is no room for it, and the block runs without. Whatever else ends the
-    wait for it takes it back, too.
+    wait for it takes it back, too. If an operator changes the role's size meanwhile, it stays as the operator wants it.
     """
+    number = patient_status(client)["wanted"].get(role.value, 0)  # one that is restarting already is wanted
     added = room_s > 0
     try:
         if added:
@@ -197,30 +216,42 @@ def _one_more(client: ApiClient, role: Role, number: int, room_s: float, wait_s:
             _take_back(client, role, number)
     if added:
         report(f"draining the additional {role.value} worker")
-        wait_for(client, what_a_role_lacks(role, number), wait_s)
+        wait_for(client, _unless_scaled(role, number, what_a_role_lacks(role, number)), wait_s)
 
 
 def _has_come(client: ApiClient, role: Role, number: int, room_s: float) -> bool:
     """Ask for one worker more than `number`, and wait until it is ready. If it is not, take it back and return False."""
     try:
-        _scale(client, role, number + 1)
+        patiently(lambda: client.post("/admin/scale", {role.value: number + 1}))
     except InvalidRequestError:  # at the limit
         return False
     try:
-        wait_for(client, what_a_role_lacks(role, number + 1), room_s)
+        wait_for(client, _unless_scaled(role, number, what_a_role_lacks(role, number + 1)), room_s)
     except (InvalidRequestError, UnavailableError):  # none came up
         _take_back(client, role, number)
         return False
     return True
 
 
-def _scale(client: ApiClient, role: Role, number: int) -> None:
-    patiently(lambda: client.post("/admin/scale", {role.value: number}))
-
-
 def _take_back(client: ApiClient, role: Role, number: int) -> None:
-    left = f"there is a {role.value} worker too many: `tandem scale {role.value}={number}`"
-    _undo(lambda: _scale(client, role, number), left)
+    """Want `number` workers of the role again, unless an operator wants another number by now."""
+
+    def order() -> None:
+        if not _scaled(client.get("/admin/status"), role, number):
+            client.post("/admin/scale", {role.value: number})
+
+    _undo(order, f"there is a {role.value} worker too many: `tandem scale {role.value}={number}`")
+
+
+def _unless_scaled(role: Role, number: int, lacking: Lacking) -> Lacking:
+    """What is lacking while a rollout alone sizes the role: nothing once an operator wants another number."""
+    return lambda status: None if _scaled(status, role, number) else lacking(status)
+
+
+def _scaled(status: Status, role: Role, number: int) -> bool:
+    """Whether others have sized the role, of which a rollout wants `number` workers, and one more for a while."""
+    # A router may not have heard yet which of the two is wanted now.
+    return status["wanted"].get(role.value, 0) not in (number, number + 1)
 
 
 def _undo(order: Callable[[], Any], left: str) -> None:

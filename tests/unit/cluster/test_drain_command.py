@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock
 
@@ -15,6 +16,7 @@ from cluster.commands.workers.rollout import roll_out
 from cluster.pools.actions import Action, Drain, Remove, Start, Stop
 from cluster.pools.members import WorkerIds
 from cluster.pools.pool import Pool
+from protocol.cluster_view import PAUSED_BY_HAND, SCALED_BY_HAND
 from protocol.errors import AuthenticationError, InvalidRequestError, UnavailableError
 from protocol.messages.workers import Role, WorkerRef
 
@@ -57,17 +59,21 @@ class PooledCluster:
         self.orders.append((path, body))
         if path == "/admin/autoscale":
             assert self.autoscaler is not None
-            self.autoscaler = {"paused": "by hand" if body["action"] == "pause" else None}
+            self.autoscaler = {"paused": PAUSED_BY_HAND if body["action"] == "pause" else None}
             return
         if path == "/admin/scale":
             [(name, workers)] = body.items()
-            pool = self.pools[Role(name)]
-            self._obey(pool, pool.scale(workers))
+            self.scale(Role(name), workers)
         else:
             pools = [pool for pool in self.pools.values() if body["worker"] in pool]
             if not pools:
                 raise InvalidRequestError("there is no such worker", param="worker")
             self._obey(pools[0], pools[0].drain(body["worker"], restart=body["restart"]))
+
+    def scale(self, role: Role, workers: int) -> None:
+        self._obey(self.pools[role], self.pools[role].scale(workers))
+        if self.autoscaler is not None:
+            self.autoscaler = {"paused": f"{SCALED_BY_HAND}; `tandem autoscale resume` goes on"}
 
     def _obey(self, pool: Pool, actions: list[Action]) -> None:
         for action in actions:
@@ -109,6 +115,41 @@ def test_a_rollout_keeps_the_autoscaler_quiet_and_lets_it_go_on(paused: str | No
         assert cluster.orders[0][0] == cluster.orders[-1][0] == "/admin/autoscale"
 
 
+class OperatedCluster(PooledCluster):
+    """An operator gives an order of their own while this worker is restarted."""
+
+    def __init__(self, worker_id: str, order: Callable[[OperatedCluster], None], autoscaler: dict[str, Any] | None) -> None:
+        super().__init__(autoscaler=autoscaler)
+        self._worker_id = worker_id
+        self._order = order
+
+    def post(self, path: str, body: Any) -> Any:
+        super().post(path, body)
+        if path == "/admin/drain" and body["worker"] == self._worker_id:
+            self._order(self)
+
+
+@pytest.mark.parametrize("number", [1, 6])
+@pytest.mark.parametrize("worker_id", ["worker-0", "worker-2"])
+def test_an_operator_who_scales_during_a_rollout_has_the_last_word(
+    worker_id: str, number: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster = OperatedCluster(worker_id, lambda cluster: cluster.scale(Role.DECODE, number), {"paused": None})
+    roll_out(cluster, 1, 1)  # type: ignore[arg-type]
+    assert {role: pool.desired for role, pool in cluster.pools.items()} == {Role.PREFILL: 2, Role.DECODE: number}
+    assert cluster.autoscaler == {"paused": "scaled by hand; `tandem autoscale resume` goes on"}
+    assert "the autoscaler stays paused" in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_autoscaler_stays_paused_after_an_operators_drain_during_a_rollout() -> None:
+    def drain(cluster: OperatedCluster) -> None:
+        cluster.autoscaler = {"paused": "worker-1 was drained by hand; `tandem autoscale resume` goes on"}
+
+    cluster = OperatedCluster("worker-3", drain, {"paused": None})
+    roll_out(cluster, 0, 1)  # type: ignore[arg-type]
+    assert [body for path, body in cluster.orders if path == "/admin/autoscale"] == [{"action": "pause"}]
+
+
 @pytest.mark.parametrize("room_s", [0.0, 0.01])
 def test_a_rollout_without_room_restarts_all_nevertheless(room_s: float) -> None:
     cluster = PooledCluster(room=2)
@@ -132,7 +173,7 @@ class UnsteadyCluster(PooledCluster):
         return super().get(path)
 
 
-@pytest.mark.parametrize("number", range(2, 10))
+@pytest.mark.parametrize("number", range(2, 14))
 def test_a_rollout_goes_on_after_an_answer_that_failed(number: int) -> None:
     cluster = UnsteadyCluster(number, UnavailableError("502"))
     roll_out(cluster, 1, 1)  # type: ignore[arg-type]
@@ -182,7 +223,7 @@ def test_a_cluster_that_is_gone_is_waited_for_no_longer_than_asked(monkeypatch: 
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt(), AuthenticationError("another key now")])
 def test_whatever_ends_the_wait_for_one_more_takes_it_back(failure: BaseException) -> None:
-    cluster = UnsteadyCluster(2, failure)
+    cluster = UnsteadyCluster(3, failure)
     with pytest.raises(type(failure)):
         roll_out(cluster, 1, 1)  # type: ignore[arg-type]
     assert cluster.orders == [("/admin/scale", {"prefill": 3}), ("/admin/scale", {"prefill": 2})]
@@ -233,7 +274,7 @@ def test_a_rollout_that_can_take_nothing_back_says_what_is_left(
         roll_out(RollingCluster("/admin/drain", 99), 1, 1)  # type: ignore[arg-type]
     said = " ".join(capsys.readouterr().err.split())
     assert "left to do: there is a prefill worker too many: `tandem scale prefill=2`" in said
-    assert "left to do: the autoscaler is paused: `tandem autoscale resume`" in said
+    assert "the autoscaler stays paused, since workers were changed by hand meanwhile: `tandem autoscale resume`" in said
 
 
 def test_a_rollout_that_is_refused_at_its_beginning_waits_for_nothing() -> None:

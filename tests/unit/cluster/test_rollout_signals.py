@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from cluster.commands.lib.interrupts import undone_when_ended
+from protocol.cluster_view import PAUSED_BY_HAND
 from tests.unit.http_servers import serving
 
 WAIT_S = 30.0
@@ -37,7 +38,8 @@ class _Cluster(BaseHTTPRequestHandler):
     asked: threading.Event
 
     def do_GET(self) -> None:
-        self._answer({"workers": WORKERS, "wanted": {"prefill": 1, "decode": 1}, "autoscaler": {"paused": None}})
+        paused = PAUSED_BY_HAND if {"action": "pause"} in self.orders else None
+        self._answer({"workers": WORKERS, "wanted": {"prefill": 1, "decode": 1}, "autoscaler": {"paused": paused}})
 
     def do_POST(self) -> None:
         self.orders.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
