@@ -106,13 +106,15 @@ class Pool:
         """Let a worker go when it has given its work away: it starts anew, or one worker less is wanted from now on.
 
         It must be one of this pool's. Idempotent. Raises InvalidRequestError if its role can't do with one worker less, or
-        for a restart on a node that will go.
+        for a restart of one that goes for good.
         """
         member = self._members[worker_id]
         if restart and member.leaving is not None:
             raise InvalidRequestError(f"{worker_id} goes with its node, and another one takes its place", param="worker")
+        if restart and member.leaves:
+            raise InvalidRequestError(f"{worker_id} drains for good: it will not start again", param="worker")
         if restart:
-            ready = member.info.state is WorkerState.READY  # else it is about to start, or leaves
+            ready = member.info.state is WorkerState.READY  # else it is about to start
             return [self._begin_drain(member, comes_back=True)] if ready else []
         if member.leaves:
             return []

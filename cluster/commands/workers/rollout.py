@@ -186,15 +186,25 @@ def _restart_each(client: ApiClient, workers: Workers, wait_s: float, report: Re
 
 
 def _begin_restart(client: ApiClient, worker_id: str, epoch: int) -> Lacking | None:
-    """Have the worker restarted unless this life of it is over. Return what it lacks until then; None if it has gone."""
+    """Have the worker restarted unless this life of it is over. Return what it lacks until then; None if it goes for good."""
     present = find_worker(current_workers(client), worker_id)
     if present is None:
         return None
     # Else an order without an answer was obeyed, or it died, or has gone in the extra one's place.
-    if present["epoch"] == epoch:
+    if present["epoch"] != epoch:
+        return _unless_gone(worker_id, what_a_drain_lacks(worker_id, epoch, restart=True))
+    try:
         client.post("/admin/drain", {"worker": worker_id, "restart": True})
-        return what_a_restart_lacks(present)
-    return what_a_drain_lacks(worker_id, epoch, restart=True)
+    except InvalidRequestError as refusal:
+        if refusal.param != "worker":
+            raise
+        return None  # it drains for good, or leaves with its node
+    return _unless_gone(worker_id, what_a_restart_lacks(present))
+
+
+def _unless_gone(worker_id: str, lacking: Lacking) -> Lacking:
+    """What a worker lacks that is restarted: nothing once an operator, or its node's end, has it go for good."""
+    return lambda status: None if find_worker(status["workers"], worker_id) is None else lacking(status)
 
 
 @contextmanager

@@ -118,8 +118,8 @@ def test_a_rollout_keeps_the_autoscaler_quiet_and_lets_it_go_on(paused: str | No
 class OperatedCluster(PooledCluster):
     """An operator gives an order of their own while this worker is restarted."""
 
-    def __init__(self, worker_id: str, order: Callable[[OperatedCluster], None], autoscaler: dict[str, Any] | None) -> None:
-        super().__init__(autoscaler=autoscaler)
+    def __init__(self, worker_id: str, order: Callable[[OperatedCluster], None], **settings: Any) -> None:
+        super().__init__(**settings)
         self._worker_id = worker_id
         self._order = order
 
@@ -134,7 +134,7 @@ class OperatedCluster(PooledCluster):
 def test_an_operator_who_scales_during_a_rollout_has_the_last_word(
     worker_id: str, number: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    cluster = OperatedCluster(worker_id, lambda cluster: cluster.scale(Role.DECODE, number), {"paused": None})
+    cluster = OperatedCluster(worker_id, lambda cluster: cluster.scale(Role.DECODE, number), autoscaler={"paused": None})
     roll_out(cluster, 1, 1)  # type: ignore[arg-type]
     assert {role: pool.desired for role, pool in cluster.pools.items()} == {Role.PREFILL: 2, Role.DECODE: number}
     assert cluster.autoscaler == {"paused": "scaled by hand; `tandem autoscale resume` goes on"}
@@ -145,9 +145,27 @@ def test_the_autoscaler_stays_paused_after_an_operators_drain_during_a_rollout()
     def drain(cluster: OperatedCluster) -> None:
         cluster.autoscaler = {"paused": "worker-1 was drained by hand; `tandem autoscale resume` goes on"}
 
-    cluster = OperatedCluster("worker-3", drain, {"paused": None})
+    cluster = OperatedCluster("worker-3", drain, autoscaler={"paused": None})
     roll_out(cluster, 0, 1)  # type: ignore[arg-type]
     assert [body for path, body in cluster.orders if path == "/admin/autoscale"] == [{"action": "pause"}]
+
+
+@pytest.mark.parametrize("worker_id", ["worker-2", "worker-3"])
+def test_a_rollout_does_not_wait_for_a_worker_that_goes_for_good(worker_id: str) -> None:
+    """An operator has one decode worker less, before worker-3 is to be restarted or while it is."""
+
+    def one_less(cluster: OperatedCluster) -> None:
+        pool = cluster.pools[Role.DECODE]
+        if worker_id == "worker-2":
+            assert pool.drain("worker-3", restart=False)
+        else:
+            cluster.scale(Role.DECODE, 1)
+            assert pool.drained("worker-3", 1) == [Remove("worker-3", 1)]
+
+    cluster = OperatedCluster(worker_id, one_less, stuck="worker-3")
+    roll_out(cluster, 0, 0.01)  # type: ignore[arg-type]
+    others = {name: epoch for name, epoch in cluster.epochs().items() if name != "worker-3"}
+    assert others == {"worker-0": 2, "worker-1": 2, "worker-2": 2}
 
 
 @pytest.mark.parametrize("room_s", [0.0, 0.01])

@@ -275,7 +275,9 @@ class PoolHistory(RuleBasedStateMachine):
         try:
             self.obey(self.pool.drain(info.worker_id, restart=restart))
         except InvalidRequestError:
-            assert wanted == 1 or (info.leaves_at is not None if restart else ready == [info])
+            assert (
+                info.state is WorkerState.DRAINING or info.leaves_at is not None if restart else wanted == 1 or ready == [info]
+            )
         assert self.pool.desired in ((wanted,) if restart else (wanted, wanted - 1))
 
     @precondition(lambda self: self.lives)
@@ -554,6 +556,13 @@ def test_another_time_counts_from_when_it_was_said() -> None:
     pool.leave("worker-1", 1, Leaving(51.0, 61.0))
     assert pool.due(58.9, None) == []
     assert pool.due(59.0, None) == [Remove("worker-1", 1)]
+
+
+def test_one_that_drains_for_good_is_not_restarted() -> None:
+    pool = pool_of(2)
+    pool.drain("worker-1", restart=False)
+    with pytest.raises(InvalidRequestError, match="worker-1 drains for good"):
+        pool.drain("worker-1", restart=True)
 
 
 def test_a_restart_becomes_a_farewell() -> None:
