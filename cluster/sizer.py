@@ -5,7 +5,7 @@
                      resume ─┘ └── recorded (cluster.records) at every decision, pause, and bin of the history
 
 An operator who scales, flips or drains has the last word: it is paused until `resume`. Paused or not, a role that sleeps is
-woken by a request. It lives in the controller and dies with it; the next one goes on with the record.
+woken by a request, but not during a rollout. It lives in the controller and dies with it; the next one goes on with the record.
 """
 
 from __future__ import annotations
@@ -95,12 +95,12 @@ class PoolSizer:
         if self._closed:
             return
         self._running().observe(seen, self._now())
-        if self._running().wake(self._present(), self._now()) is None:
+        if self._wakes() is None:
             return
         room = await self._find_room()
         async with self._scaling:
             # Others may have woken it meanwhile, and an operator may have said something else.
-            decision = self._running().wake(self._present(), self._now())
+            decision = self._wakes()
             if decision is not None and not self._closed:
                 await self._do(decision, room)
 
@@ -141,6 +141,13 @@ class PoolSizer:
         pools = self._supervisor.pools
         return Present(pools.wanted(), pools.ready(), self._supervisor.start_s, pools.both_likely)
 
+    def _wakes(self) -> SizeDecision | None:
+        """A decision if a request waits for a role that sleeps.
+
+        None during a rollout, which alone changes workers then, and may have none of a role for a moment.
+        """
+        return None if self._supervisor.rolls_out else self._running().wake(self._present(), self._now())
+
     async def _decide(self) -> None:
         saved_at = time.monotonic()
         while True:
@@ -151,7 +158,7 @@ class PoolSizer:
                     decision = self._running().decide(self._present(), self._now())
                     if decision is not None:
                         await self._do(decision, room)
-                    elif self._problem is not None and self._running().wake(self._present(), self._now()) is None:
+                    elif self._problem is not None and self._wakes() is None:
                         self._problem = None
                         await self._changed()
                     self._supervisor.fill_standby(room.check)

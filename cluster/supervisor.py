@@ -173,6 +173,11 @@ class Supervisor:
         """Whether workers can change their role."""
         return self._pools.why_not_alike() is None
 
+    @property
+    def rolls_out(self) -> bool:
+        """Whether a new configuration is rolled out now, or rolled back."""
+        return self.rollout is not None and not self.rollout.phase.is_over
+
     def fill_standby(self, check_room: CheckRoom) -> None:
         """Begin the workers that are missing on standby, as far as there is room for them; returns at once."""
         if actions := self._pools.fill_standby(check_room):

@@ -87,8 +87,7 @@ class Rollouts:
     @property
     def runs(self) -> bool:
         """Whether a rollout is under way."""
-        state = self._supervisor.rollout
-        return state is not None and not state.phase.is_over
+        return self._supervisor.rolls_out
 
     def check_none(self) -> None:
         """Raise InvalidRequestError while a rollout is under way: it alone changes workers then."""

@@ -17,7 +17,7 @@ from cluster.sizer import PoolSizer, _fitting, step_times
 from cluster.supervisor import Supervisor
 from configs.loader import load_config
 from configs.schema import ClusterConfig
-from protocol.cluster_view import DemandCounts, RouterObservation, SizeDecision
+from protocol.cluster_view import DemandCounts, RolloutPhase, RolloutState, RouterObservation, SizeDecision
 from protocol.errors import UnavailableError
 from protocol.messages.workers import Duty, Role
 from tests.unit.cluster.test_supervisor import ScriptedLauncher, ScriptedRecords, seen
@@ -128,6 +128,20 @@ def test_it_pauses_for_a_rollout_and_for_nothing_longer() -> None:
         for runs in (True, False):
             await sizer.heed_rollout(runs=runs)
             assert sizer.paused == "scaled by hand"
+
+    sized(scene)
+
+
+def test_a_request_wakes_nobody_during_a_rollout() -> None:
+    """A rollback may have no worker of a role for a moment, and changes that itself."""
+
+    async def scene(supervisor: Supervisor, sizer: PoolSizer, records: KeptRecords) -> None:
+        supervisor.rollout = RolloutState(2, RolloutPhase.ROLLING_BACK, 0.0, (), {PREFILL: 1, DECODE: 1}, "")
+        await sizer.observe(replace(NOTHING_ASKED, waiting=1))
+        assert supervisor.pools.wanted() == {PREFILL: 1, DECODE: 0}
+        supervisor.rollout = replace(supervisor.rollout, phase=RolloutPhase.ROLLED_BACK)
+        await sizer.observe(replace(NOTHING_ASKED, waiting=1))
+        assert supervisor.pools.wanted() == {PREFILL: 1, DECODE: 1}
 
     sized(scene)
 
