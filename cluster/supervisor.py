@@ -57,6 +57,8 @@ class Supervisor:
         self._pools = Pools(config)
         self._lives: dict[WorkerLife, asyncio.Task[None]] = {}
         self._processes: dict[WorkerLife, Process] = {}
+        self._kills: dict[WorkerLife, asyncio.Task[None]] = {}
+        """The ends of processes that are being killed."""
         self._names: dict[WorkerLife, tuple[str, ...]] = {}
         """Names of the ranks' processes, by life that is up."""
         self._up: set[WorkerLife] = set()
@@ -302,8 +304,7 @@ class Supervisor:
 
     async def _live(self, worker_id: str, epoch: int, delay_s: float) -> None:
         """One life, from its start to its end; then the pool decides what comes next."""
-        former = [task for life, task in self._lives.items() if life.worker_id == worker_id and life.epoch < epoch]
-        if former:
+        while former := self._former(worker_id, epoch):
             await asyncio.wait(former)
         await asyncio.sleep(delay_s)
         ready_at: float | None = None
@@ -342,6 +343,11 @@ class Supervisor:
         ready_s = 0.0 if ready_at is None else time.monotonic() - ready_at
         self._obey(self._pools.tell(worker_id, lambda pool: pool.lost(worker_id, epoch, error, ready_s)))
 
+    def _former(self, worker_id: str, epoch: int) -> list[asyncio.Task[None]]:
+        """The earlier lives of a worker that are not over, and the ends of their processes."""
+        tasks = [*self._lives.items(), *self._kills.items()]
+        return [task for life, task in tasks if life.worker_id == worker_id and life.epoch < epoch]
+
     def _note_start(self, took_s: float) -> None:
         """Starts differ, by what else the machine does: the mean, in which late ones count for more."""
         self.start_s = took_s if self.start_s is None else max(took_s, (self.start_s + took_s) / 2)
@@ -367,25 +373,28 @@ class Supervisor:
                 log.warning("%s epoch %d was not told its role: %s", *life, failure)
 
     async def _kill(self, worker_id: str, epoch: int) -> None:
-        """End a process for certain. A kill that was interrupted is repeated by whoever interrupted it."""
-        self._up.discard(WorkerLife(worker_id, epoch))
-        process = self._processes.get(WorkerLife(worker_id, epoch))
-        if process is not None:
-            await self._kill_process(process, worker_id, epoch)
-            self._processes.pop(WorkerLife(worker_id, epoch), None)
-            self._names.pop(WorkerLife(worker_id, epoch), None)
+        """End a process for certain. If the caller is cancelled, that goes on, and the worker's next life waits for it."""
+        life = WorkerLife(worker_id, epoch)
+        self._up.discard(life)
+        if life in self._processes:
+            if life not in self._kills:
+                self._kills[life] = asyncio.get_running_loop().create_task(self._kill_process(life))
+            await asyncio.shield(self._kills[life])
 
-    async def _kill_process(self, process: Process, worker_id: str, epoch: int) -> None:
+    async def _kill_process(self, life: WorkerLife) -> None:
         """Kill a life's process; a kill that fails is tried again, a few times. Raises nothing: the pool must hear of the end.
 
         Otherwise nobody would ever take the worker's place.
         """
         for attempt in range(1, _KILLS + 1):
             try:
-                return await process.kill()
+                await self._processes[life].kill()
+                break
             except Exception:
-                log.exception("%s epoch %d was not killed, attempt %d of %d", worker_id, epoch, attempt, _KILLS)
+                log.exception("%s epoch %d was not killed, attempt %d of %d", *life, attempt, _KILLS)
             await asyncio.sleep(_KILL_AGAIN_S)
+        del self._processes[life], self._kills[life]
+        self._names.pop(life, None)
 
     async def _drain(self, worker_id: str, epoch: int) -> None:
         """A life that is still taken up drains when it is (`Pool.resumed`); one that has ended needs not."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -442,6 +443,38 @@ def test_a_configuration_error_ends_the_wait_at_once() -> None:
             await supervisor.settle(5)
 
     supervised(scenario)
+
+
+def test_a_worker_that_is_wanted_again_waits_until_its_former_life_is_killed() -> None:
+    async def scenario(supervisor: Supervisor, launcher: ScriptedLauncher) -> None:
+        being_killed, may_end = asyncio.Event(), asyncio.Event()
+
+        async def start(ref: WorkerRef) -> None:
+            if (ref.worker_id, ref.epoch) == ("worker-2", 1):
+                process = launcher.processes["worker-2", 1]
+                process.kill = partial(kill, process)  # type: ignore[method-assign]
+                raise WorkerLostError("its start failed")
+
+        async def kill(process: ScriptedProcess) -> None:
+            being_killed.set()
+            await may_end.wait()
+            process.killed = True
+
+        launcher.on_start = start
+        await supervisor.start()
+        await being_killed.wait()
+        supervisor.scale({Role.DECODE: 1}, anything_fits)
+        await asyncio.sleep(0)  # the removal is under way
+        supervisor.scale({Role.DECODE: 2}, anything_fits)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert ("worker-2", 2) not in launcher.processes
+        may_end.set()
+        view = await seen(supervisor, all_ready)
+        assert one(view, "worker-2").epoch == 2
+        assert not launcher.processes["worker-2", 1].alive
+
+    supervised(scenario, config(decode=2))
 
 
 def test_a_worker_that_dies_while_draining_is_not_restarted() -> None:
