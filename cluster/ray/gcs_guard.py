@@ -5,7 +5,7 @@
                    └─────────────────────── with its command, its environment ──────────────────┘
 
 The new one has what the old one knew from Redis, and listens where it did, so that all others find it. `ray stop` ends raylets
-before the GCS, so it is not undone. Linux only: processes are read from /proc.
+before the GCS, so it is not undone, nor during a pause before a start. Linux only: processes are read from /proc.
 """
 
 from __future__ import annotations
@@ -53,12 +53,14 @@ def guard_gcs(port: int) -> None:
     while True:
         gcs, raylet = _both(port)
         begun = time.monotonic()
-        if not _gcs_ended(gcs, raylet):
+        stopped = raylet in _ended([gcs, raylet])
+        pause_s = 0.0 if time.monotonic() - begun > _QUICK_S else min(2 * pause_s + 1.0, _LONGEST_PAUSE_S)
+        if not stopped:
+            log.warning("the GCS (process %d) ended; starting it again in %g s", gcs.pid, pause_s)
+            stopped = bool(_ended([raylet], pause_s))
+        if stopped:
             log.info("the node was stopped")
             return
-        pause_s = 0.0 if time.monotonic() - begun > _QUICK_S else min(2 * pause_s + 1.0, _LONGEST_PAUSE_S)
-        log.warning("the GCS (process %d) ended; starting it again in %g s", gcs.pid, pause_s)
-        time.sleep(pause_s)
         subprocess.Popen(  # its output goes where its arguments say; it outlives this process
             gcs.arguments,
             env=gcs.environment,
@@ -97,19 +99,20 @@ def _both(port: int) -> tuple[Process, Process]:
     raise ConfigError(f"no Ray head node with its GCS at port {port} runs here", param="port")
 
 
-def _gcs_ended(gcs: Process, raylet: Process) -> bool:
-    """Waits until one of them has ended; False if the raylet has."""
-    files = {}
+def _ended(processes: Sequence[Process], longest_s: float | None = None) -> list[Process]:
+    """Wait until one of them has ended, at most so long. Return those that have."""
+    ended, files = [], {}
     try:
-        for process in (gcs, raylet):
+        for process in processes:
             try:
                 files[os.pidfd_open(process.pid)] = process
             except ProcessLookupError:
-                return process is gcs
+                ended.append(process)
         poll = select.poll()
         for file in files:
             poll.register(file, select.POLLIN)
-        return all(files[file] is gcs for file, _ in poll.poll())
+        longest_ms = None if longest_s is None else 1000 * longest_s
+        return ended + [files[file] for file, _ in poll.poll(0 if ended else longest_ms)]
     finally:
         for file in files:
             os.close(file)

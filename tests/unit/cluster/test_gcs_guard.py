@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+from typing import Any
+
 import pytest
 
-from cluster.ray.gcs_guard import Process, gcs_and_raylet
+from cluster.ray import gcs_guard
+from cluster.ray.gcs_guard import Process, gcs_and_raylet, guard_gcs
 
 
 def gcs(pid: int, port: int, node_id: str) -> Process:
@@ -31,3 +35,28 @@ def test_what_is_not_there_is_not_found() -> None:
     assert gcs_and_raylet([alone, raylet(3, "b")], 6379) == (alone, None)
     assert alone.value_of("--redis_address") == "127.0.0.1"
     assert alone.value_of("--redis") is None
+
+
+@pytest.mark.parametrize("during_the_pause", [True, False])
+def test_no_gcs_is_started_on_a_node_that_was_stopped(monkeypatch: pytest.MonkeyPatch, during_the_pause: bool) -> None:
+    with subprocess.Popen(["sleep", "600"]) as gcs_process, subprocess.Popen(["sleep", "600"]) as raylet_process:
+
+        def stop_node(*_: Any) -> None:
+            raylet_process.kill()
+            raylet_process.wait()
+
+        gcs_process.kill()
+        gcs_process.wait()
+        if during_the_pause:
+            monkeypatch.setattr(gcs_guard.log, "warning", stop_node)
+        else:
+            stop_node()
+        both = gcs(gcs_process.pid, 6379, "a"), raylet(raylet_process.pid, "a")
+        monkeypatch.setattr(gcs_guard, "_both", lambda port: both)
+
+        def start(*arguments: Any, **options: Any) -> None:
+            stop_node()
+            raise AssertionError("a GCS was started")
+
+        monkeypatch.setattr(subprocess, "Popen", start)
+        guard_gcs(6379)
