@@ -263,8 +263,22 @@ class Autoscaler:
         return (Role.PREFILL, Role.DECODE) if self._prefills else (Role.DECODE,)
 
 
+def fitted(decision: SizeDecision, sizes: Sizes, before: Sizes) -> SizeDecision:
+    """Return the decision as it is done where there is room for no more than these sizes.
+
+    `before` are the sizes that were wanted until then.
+    """
+    if sizes == decision.sizes:
+        return decision
+    why = decision.reason.partition(": ")[2]
+    return replace(decision, sizes=sizes, reason=f"{_changes(before, sizes)}: {why}")
+
+
 def _words(before: Sizes, after: Sizes, needs: Mapping[Role, Need]) -> str:
     """Such as `prefill 1 → 2, decode 3 → 2: 12 requests/s of 900 + 100 tokens`."""
-    changes = ", ".join(f"{role.value} {before[role]} → {after[role]}" for role in after if after[role] != before[role])
     reasons = dict.fromkeys(need.reason for role, need in needs.items() if after[role] != before[role])
-    return f"{changes}: {'; '.join(reasons) or 'the limits of the sizes'}"
+    return f"{_changes(before, after)}: {'; '.join(reasons) or 'the limits of the sizes'}"
+
+
+def _changes(before: Sizes, after: Sizes) -> str:
+    return ", ".join(f"{role.value} {before[role]} → {after[role]}" for role in after if after[role] != before[role])

@@ -14,11 +14,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 
 from autoscaler.capacity import WorkerLimits
 from autoscaler.limits import Sizes
-from autoscaler.scaler import Autoscaler, Present, ScalerRecord
+from autoscaler.scaler import Autoscaler, Present, ScalerRecord, fitted
 from cluster.ray.placement import Room
 from cluster.records import RecordStore
 from cluster.supervisor import Supervisor
@@ -183,8 +182,9 @@ class PoolSizer:
             log.warning("autoscaler: %s", problem)
         self._problem = problem
         if sizes != wanted:
-            log.info("autoscaler: %s", decision.reason)
-            self._running().keep(replace(decision, sizes=sizes), wanted)
+            done = fitted(decision, sizes, wanted)
+            log.info("autoscaler: %s", done.reason)
+            self._running().keep(done, wanted)
         await self._changed()
 
     async def _find_room(self) -> Room:
@@ -213,7 +213,7 @@ class PoolSizer:
 
 
 def _fitting(sizes: Sizes, present: Sizes, room: Room, placed: Callable[[Sizes], Sizes]) -> tuple[dict[Role, int], str | None]:
-    """As many of the further workers as there is room for, and what keeps the others away.
+    """As many of the further workers as there is room for, and what keeps one more away.
 
     `placed` makes of sizes how many workers take room then, those on standby among them.
     """
@@ -224,7 +224,7 @@ def _fitting(sizes: Sizes, present: Sizes, room: Room, placed: Callable[[Sizes],
             room.check(placed(fitting), more)
             break
         except InvalidRequestError as error:
-            problem = problem or error.message
+            problem = error.message
             fitting[max(more, key=lambda role: fitting[role] - present[role])] -= 1
     return fitting, problem
 

@@ -162,6 +162,21 @@ def test_what_has_no_room_is_not_asked_for_and_said() -> None:
     sized(scene, workers=1)
 
 
+def test_a_decision_without_room_for_all_says_what_was_done_and_what_lacks_room() -> None:
+    async def scene(supervisor: Supervisor, sizer: PoolSizer, records: KeptRecords) -> None:
+        why = "12 requests/s of 900 + 100 tokens"
+        decision = SizeDecision(0.0, {PREFILL: 3, DECODE: 3}, f"prefill 1 → 3, decode 0 → 3: {why}")
+        await sizer._do(decision, room(config(), 3))
+        assert supervisor.pools.wanted() == {PREFILL: 2, DECODE: 1}
+        shown = supervisor.view().autoscaler
+        assert shown is not None
+        assert [each.reason for each in shown.decisions] == [f"prefill 1 → 2, decode 0 → 1: {why}"]
+        assert shown.problem is not None
+        assert "2 workers do not fit: there is room for at most 1 beside 2 decode" in shown.problem
+
+    sized(scene)
+
+
 def test_a_problem_lasts_until_nobody_waits_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """An autoscaler that is paused decides nothing, and wakes what is asked for."""
     monkeypatch.setattr("cluster.sizer.DECIDE_S", 0.01)
