@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from configs.autoscale import DAYS, GPU_SLACK, AutoscaleConfig, ScheduleEntry, SizeRange
+from configs.autoscale import GPU_SLACK, AutoscaleConfig, SizeRange
 from protocol.messages.workers import Role
 
 Sizes = Mapping[Role, int]
@@ -38,10 +38,8 @@ def budgets_of(config: AutoscaleConfig, gpus: Mapping[Role, float]) -> tuple[Bud
 
 def ranges_at(config: AutoscaleConfig, now: float) -> dict[Role, SizeRange]:
     """The ranges that hold at a time, in seconds since 1970."""
-    sizes = dict(config.sizes)
-    for entry in config.schedule:
-        if _holds(entry, now):
-            sizes |= entry.sizes
+    moment = datetime.fromtimestamp(now, UTC)
+    sizes = config.sizes_with(config.entries_at(moment.weekday(), moment.time()))
     return {Role(name): each for name, each in sizes.items()}
 
 
@@ -62,13 +60,3 @@ def within(wanted: Sizes, ranges: Mapping[Role, SizeRange], budgets: Sequence[Bu
         while sizes[role] < size and not any(budget.exceeded_by({**sizes, role: sizes[role] + 1}) for budget in budgets):
             sizes[role] += 1
     return sizes
-
-
-def _holds(entry: ScheduleEntry, now: float) -> bool:
-    moment = datetime.fromtimestamp(now, UTC)
-    clock, day = moment.time(), DAYS[moment.weekday()]
-    if entry.begin <= entry.end:
-        return day in entry.days and entry.begin <= clock < entry.end
-    if clock >= entry.begin:
-        return day in entry.days
-    return clock < entry.end and DAYS[moment.weekday() - 1] in entry.days

@@ -8,6 +8,7 @@ autoscale:
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from datetime import time
 from typing import Annotated, Any, Literal, Self
 
@@ -111,6 +112,14 @@ class ScheduleEntry(_Section):
             raise ValueError(f"begins and ends at {self.begin:%H:%M}: name two times, or leave the entry out")
         return self
 
+    def holds(self, weekday: int, clock: time) -> bool:
+        """Whether the entry holds at this time of day in UTC. `weekday`: 0 is Monday."""
+        if self.begin <= self.end:
+            return DAYS[weekday] in self.days and self.begin <= clock < self.end
+        if clock >= self.begin:
+            return DAYS[weekday] in self.days
+        return clock < self.end and DAYS[weekday - 1] in self.days
+
 
 class AutoscaleConfig(_Section):
     """How the pools size themselves. Without `sizes` they do not."""
@@ -154,6 +163,22 @@ class AutoscaleConfig(_Section):
     def all_sizes(self) -> list[Sizes]:
         """The ranges, and those of each entry of the schedule."""
         return [self.sizes, *(entry.sizes for entry in self.schedule)]
+
+    def entries_at(self, weekday: int, clock: time) -> tuple[int, ...]:
+        """The numbers of the schedule's entries that hold at this time of day in UTC. `weekday`: 0 is Monday."""
+        return tuple(number for number, entry in enumerate(self.schedule) if entry.holds(weekday, clock))
+
+    def sizes_with(self, entries: Collection[int]) -> Sizes:
+        """The ranges while these entries of the schedule hold, of which a later one goes before an earlier one."""
+        sizes = dict(self.sizes)
+        for number in entries:
+            sizes |= self.schedule[number].sizes
+        return sizes
+
+    def all_entries(self) -> list[tuple[int, ...]]:
+        """The entries of the schedule, by number, that hold at one time: each such group once, and that of no entry."""
+        turns = {turn for entry in self.schedule for turn in (entry.begin, entry.end)}
+        return sorted({(), *(self.entries_at(weekday, turn) for weekday in range(len(DAYS)) for turn in turns)})
 
     def least(self, role: RoleName) -> int:
         """The fewest workers that a role may ever have: 0 where requests can wake it."""

@@ -291,7 +291,6 @@ def _autoscaling(config: ClusterConfig) -> list[tuple[str, str]]:
     if auto.max_gpus is not None and not any(pool.on_gpu for _, pool in _pools(config)):
         problem = "counts the GPUs that workers reserve, and none does: name GPU in prefill.resources and decode.resources"
         found.append(("autoscale.max_gpus", problem))
-    standby_gpus = auto.standby * config.decode.gpus
     for number, sizes in enumerate(auto.all_sizes()):
         key = f"autoscale.schedule.{number - 1}.sizes" if number else "autoscale.sizes"
         for role, each in sizes.items():
@@ -299,16 +298,26 @@ def _autoscaling(config: ClusterConfig) -> list[tuple[str, str]]:
                 found.append((key, f"{role} has no range in autoscale.sizes"))
             if each.most > (most := pools[role].max_workers):
                 found.append((key, f"{role}={each} is more than {role}.max_workers ({most})"))
-        least = _least_awake(config, auto.sizes | sizes)
+    found += _budgets(config)
+    if auto.standby and config.disaggregation != "never" and config.unlike is not None:
+        problem = f"a standby can be of either role, and prefill.{config.unlike} and decode.{config.unlike} differ"
+        found.append(("autoscale.standby", problem))
+    return found
+
+
+def _budgets(config: ClusterConfig) -> list[tuple[str, str]]:
+    """What is wrong with the budgets of all roles together: each is enough for the ranges at any time."""
+    found, auto, pools = [], config.autoscale, dict(_pools(config))
+    standby_gpus = auto.standby * config.decode.gpus
+    for entries in auto.all_entries():
+        least = _least_awake(config, auto.sizes_with(entries))
         workers, gpus = sum(least.values()), standby_gpus + sum(pools[role].gpus * number for role, number in least.items())
-        problem = f"fewer than the least of all roles together by {key}, while all that are needed are awake"
+        keys = " and ".join(f"autoscale.schedule.{number}.sizes" for number in entries) or "autoscale.sizes"
+        problem = f"fewer than the least of all roles together by {keys}, while all that are needed are awake"
         if auto.max_workers is not None and auto.max_workers < workers:
             found.append(("autoscale.max_workers", f"{problem}: {workers}"))
         if auto.max_gpus is not None and auto.max_gpus < gpus - GPU_SLACK:
             found.append(("autoscale.max_gpus", f"{problem}{', with those on standby' if standby_gpus else ''}: {gpus:g}"))
-    if auto.standby and config.disaggregation != "never" and config.unlike is not None:
-        problem = f"a standby can be of either role, and prefill.{config.unlike} and decode.{config.unlike} differ"
-        found.append(("autoscale.standby", problem))
     return found
 
 

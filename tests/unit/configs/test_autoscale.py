@@ -144,6 +144,39 @@ def test_a_schedule_that_can_not_be_is_refused(tmp_path: Path, entry: str, said:
         load_config(path, {})
 
 
+OVERLAPPING = """
+engine: paced
+autoscale:
+  sizes: prefill=1..4,decode=1..6
+  max_workers: 8
+  schedule:
+  - {begin: '08:00', end: '18:00', sizes: {decode: 6}}
+  - {begin: '22:00', end: '01:00', days: [sun], sizes: {decode: 5}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("entry", "entries"),
+    [
+        ("begin: '12:00', end: '14:00', sizes: {prefill: 4}", "schedule.0.sizes and autoscale.schedule.2.sizes"),
+        ("begin: '07:00', end: '08:01', sizes: {prefill: 4}", "schedule.0.sizes and autoscale.schedule.2.sizes"),
+        ("begin: '00:00', end: '01:00', days: [mon], sizes: {prefill: 4}", "schedule.1.sizes and autoscale.schedule.2.sizes"),
+        ("begin: '17:00', end: '22:00', sizes: {prefill: 4, decode: 1}", None),
+        ("begin: '18:00', end: '22:00', sizes: {prefill: 4}", None),
+        ("begin: '00:00', end: '01:00', days: [tue], sizes: {prefill: 4}", None),
+    ],
+)
+def test_entries_of_a_schedule_that_overlap_keep_the_budget_together(tmp_path: Path, entry: str, entries: str | None) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(f"{OVERLAPPING}  - {{{entry}}}\n")
+    if entries is None:
+        load_config(path, {})
+        return
+    with pytest.raises(ConfigError, match=f"by autoscale.{entries}, while all that are needed") as refused:
+        load_config(path, {})
+    assert refused.value.param == "autoscale.max_workers"
+
+
 def test_a_schedule_names_roles_that_have_a_range(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text(
