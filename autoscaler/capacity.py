@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from autoscaler.demand import Lengths
 from configs.profiles import DecodeTime, PrefillTime
 from configs.step_times import StepTimes
+from protocol.messages.workers import Role
 
 _KV_SHARE = 0.85
 """Share of a KV pool that is planned for; the rest is for streams that grow."""
@@ -66,6 +67,11 @@ class Capacity:
         self._slo = slo
         self._limits = limits
         self._colocated = colocated
+
+    def knows(self, role: Role) -> bool:
+        """Whether the times of all steps are known that a worker of this role computes."""
+        prefills, decodes = role is Role.PREFILL or self._colocated, role is Role.DECODE
+        return bool(self._times.prefill or not prefills) and bool(self._times.decode or not decodes)
 
     def prompt_s(self, lengths: Lengths, pace: Pace) -> float:
         """Seconds that a mean prompt takes, of what nobody has cached."""
@@ -120,19 +126,20 @@ class Capacity:
         return False
 
 
-def learned_times(prefill_s: float | None, lengths: Lengths, streams: float, step_s: float) -> StepTimes | None:
-    """Step times by what was seen lately, where none were measured: lines through one point each; None where nothing was seen.
+def learned_times(before: StepTimes, prefill_s: float | None, lengths: Lengths, streams: float, step_s: float) -> StepTimes:
+    """Step times by what was seen lately, where none were measured: lines through one point each.
 
-    `prefill_s` is per prompt token, `step_s` of a step of so many streams.
+    `prefill_s` is per prompt token, `step_s` of a step of so many streams. Of a role that did nothing lately, they are those of
+    `before`.
     """
-    if prefill_s is None or not step_s:
-        return None
-    _, tokens = lengths.chunk
-    context = max(1, round(lengths.context))
-    return StepTimes(
-        prefill=(PrefillTime(tokens=tokens, start=0, seconds=max(1e-6, prefill_s * tokens)),),
-        decode=(DecodeTime(batch=max(1, round(streams)), context=context, seconds=step_s),),
-    )
+    prefill, decode = before.prefill, before.decode
+    if prefill_s is not None:
+        _, tokens = lengths.chunk
+        prefill = (PrefillTime(tokens=tokens, start=0, seconds=max(1e-6, prefill_s * tokens)),)
+    if step_s:
+        context = max(1, round(lengths.context))
+        decode = (DecodeTime(batch=max(1, round(streams)), context=context, seconds=step_s),)
+    return StepTimes(prefill=prefill, decode=decode)
 
 
 def _late_share(servers: int, offered: float, service_s: float, variation: float, patience_s: float) -> float:

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from autoscaler.capacity import MOST, Capacity, Pace, Slo, WorkerLimits, learned_times
-from autoscaler.demand import FRESH_S, Demand, DemandMeter
+from autoscaler.demand import FRESH_S, Demand, DemandMeter, Lengths
 from autoscaler.forecast import History
 from autoscaler.limits import Sizes, budgets_of, ranges_at, within
 from autoscaler.policy import Holds, Need, decide, with_spare
@@ -105,8 +105,8 @@ class Autoscaler:
         self.wall_ahead_s = 0.0
         """Seconds to add to the calls' times for seconds since 1970. Whoever knows both clocks sets it before each call."""
         self._began = now
-        self._learned: StepTimes | None = None
-        """Step times as they were seen, where none were measured."""
+        self._learned = StepTimes(prefill=(), decode=())
+        """Step times as they were seen, where none were measured; no points for a role that has done nothing yet."""
         self._most = max((each.most for sizes in config.all_sizes() for each in sizes.values()), default=MOST)
         self._changes = {role: SizeChanges(role) for role in Role} | {each.role: each for each in record.changes}
         self._decisions = deque(record.decisions, KEPT_DECISIONS)
@@ -213,9 +213,10 @@ class Autoscaler:
         if demand.idle_s >= self._config.idle_s:
             reason = f"nothing was asked for {self._config.idle_s:g} s"
             return dict.fromkeys(self._roles, Need(0, 0, reason))
-        capacity = self._capacity(demand)
-        if capacity is None or demand.lengths is None:
-            return {role: Need(present.wanted[role], present.wanted[role], "nothing is known yet") for role in self._roles}
+        as_it_is = {role: Need(present.wanted[role], present.wanted[role], "nothing is known yet") for role in self._roles}
+        if demand.lengths is None:
+            return as_it_is
+        capacity = self._capacity(demand, demand.lengths)
         pace = self._trust.pace(demand, self._times)
         self._trust.note(demand, now)
         wall = self._wall(now)
@@ -224,6 +225,9 @@ class Autoscaler:
         later = max(growth, self._history.growth(wall, ahead_s + self._config.hold_s))
         needs = {}
         for role in self._roles:
+            if not capacity.knows(role):
+                needs[role] = as_it_is[role]
+                continue
             if not present.wanted[role] and not demand.rate and not demand.waiting:
                 needs[role] = Need(0, 0, "nothing is asked")
                 continue
@@ -247,15 +251,12 @@ class Autoscaler:
         late = max(0.0, prompts - demand.rate * within_s)  # those that wait in any case are no backlog
         return capacity.prefill(demand.rate * times + late / within_s, lengths, pace)
 
-    def _capacity(self, demand: Demand) -> Capacity | None:
+    def _capacity(self, demand: Demand, lengths: Lengths) -> Capacity:
         times = self._times
-        if times is None and demand.lengths is not None:
+        if times is None:
             decode = demand.role(Role.DECODE)
             streams = decode.running / max(1, decode.workers)
-            times = learned_times(demand.prompt_s, demand.lengths, streams, decode.step_s) or self._learned
-            self._learned = times
-        if times is None:
-            return None
+            times = self._learned = learned_times(self._learned, demand.prompt_s, lengths, streams, decode.step_s)
         return Capacity(times, self._slo, self._limits, colocated=not self._prefills, most=self._most)
 
     @property

@@ -13,6 +13,8 @@ from autoscaler.capacity import Capacity, Pace, Slo, WorkerLimits, learned_times
 from autoscaler.demand import Lengths
 from configs.loader import load_config
 from configs.paced.profile import load_paced_profile
+from configs.step_times import StepTimes
+from protocol.messages.workers import Role
 from simulator.cluster import Shape, simulate
 from simulator.profile import Profile
 from simulator.request import Request
@@ -93,14 +95,26 @@ def test_so_many_are_enough_and_far_fewer_are_not(rate: float) -> None:
 
 
 def test_what_was_seen_stands_for_what_was_not_measured() -> None:
-    times = learned_times(1e-4, LENGTHS, 8.0, 0.02)
-    assert times is not None
+    nothing = StepTimes(prefill=(), decode=())
+    times = learned_times(nothing, 1e-4, LENGTHS, 8.0, 0.02)
     assert times.prefill_s([(0, 2000)]) == pytest.approx(0.2)
     assert times.decode_s(8, 2100) == pytest.approx(0.02)
     assert times.decode_s(16, 2100) == pytest.approx(0.04), "the worst that can be"
-    assert learned_times(None, LENGTHS, 8.0, 0.02) is None
-    assert learned_times(1e-4, LENGTHS, 0.0, 0.0) is None
-    assert learned_times(1e-4, LENGTHS, 0.2, 0.02) is not None, "fewer streams than workers say as much"
+    assert learned_times(nothing, 1e-4, LENGTHS, 0.2, 0.02).decode, "fewer streams than workers say as much"
+    assert learned_times(times, None, LENGTHS, 0.0, 0.0) == times, "what was seen before"
+
+
+@pytest.mark.parametrize("colocated", [True, False])
+def test_each_role_is_known_by_what_it_computes(colocated: bool) -> None:
+    nothing = StepTimes(prefill=(), decode=())
+    prompts = learned_times(nothing, 1e-4, LENGTHS, 0.0, 0.0)
+    steps = learned_times(nothing, None, LENGTHS, 8.0, 0.02)
+    both = learned_times(prompts, None, LENGTHS, 8.0, 0.02)
+    known = [
+        [role for role in Role if Capacity(times, SLO, LIMITS, colocated=colocated).knows(role)]
+        for times in (nothing, prompts, steps, both)
+    ]
+    assert known == [[], [Role.PREFILL], [] if colocated else [Role.DECODE], list(Role)]
 
 
 def test_a_limit_that_nobody_can_keep_does_not_want_everybody() -> None:

@@ -15,6 +15,7 @@ from autoscaler.capacity import WorkerLimits
 from autoscaler.scaler import Autoscaler, Present, ScalerRecord
 from configs.loader import load_config
 from configs.paced.profile import load_paced_profile
+from configs.step_times import StepTimes
 from protocol.cluster_view import DemandCounts, RouterObservation, SizeChanges, SizeDecision, WorkerSeen
 from protocol.messages.workers import Role
 
@@ -35,6 +36,7 @@ class Running:
         record: ScalerRecord | None = None,
         needed: tuple[Role, ...] = (DECODE,),
         gpus: tuple[int, int] = (0, 0),
+        times: StepTimes | None = PACED,
         **values: Any,
     ) -> None:
         """`gpus`: of a worker of each role."""
@@ -51,7 +53,7 @@ class Running:
         self.scaler = Autoscaler(
             self.config.autoscale,
             WorkerLimits(256, 800_000),
-            PACED,
+            times,
             prefills=True,
             needed=needed,
             flips=True,
@@ -102,6 +104,14 @@ def test_it_grows_with_the_demand_and_says_why() -> None:
     counted = {changes.role: (changes.up, changes.down) for changes in running.scaler.changes}
     assert counted == {PREFILL: (sum(step > 0 for step in steps), sum(step < 0 for step in steps)), DECODE: (0, 0)}
     assert min(counted[PREFILL]) >= 1
+
+
+def test_prefill_is_sized_by_what_it_does_where_no_decode_step_was_ever_seen() -> None:
+    """As where every answer has one token, which prefill workers make."""
+    running = Running(times=None)
+    sizes = running.seconds(60, 20.0)
+    assert sizes[PREFILL] >= 4
+    assert sizes[DECODE] == 1, "nothing is known of it"
 
 
 def test_a_flip_is_one_change_up_and_one_down_and_both_outlive_the_controller() -> None:
