@@ -180,7 +180,8 @@ def greeting(view: ClusterView, config: ClusterConfig, model_name: str) -> list[
     """Return two lines: where the cluster answers, and a first request to paste."""
     host = f"[{config.http.host}]" if ":" in config.http.host else config.http.host
     url = f"{config.http.scheme}://{host}:{config.http.port}"
-    counts = " + ".join(f"{sum(info.role is role for info in view.workers)} {role.value}" for role in Role)
+    ready = [info.role for info in view.workers if info.state is WorkerState.READY]  # not on standby
+    counts = " + ".join(f"{ready.count(role)} {role.value}" for role in Role)
     question = [{"role": "user", "content": "Name the capital of France."}]
     body = json.dumps({"model": model_name, "messages": question, "temperature": 0})
     key = "" if config.http.keys_file is None else ' -H "Authorization: Bearer $TANDEM_API_KEY"'

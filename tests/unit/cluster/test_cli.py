@@ -245,6 +245,13 @@ def test_the_greeting_is_a_request_that_can_be_pasted() -> None:
     assert json.loads(words[-1])["model"] == "it's mine"
 
 
+def test_the_greeting_counts_workers_that_take_requests() -> None:
+    waiting = replace(info("decode-1", 1, WorkerState.STANDBY), standby=True)
+    starting = info("decode-2", 1, WorkerState.STARTING)
+    view = ClusterView(1, (info("prefill-0", 1, WorkerState.READY), info("decode-0", 1, WorkerState.READY), waiting, starting))
+    assert greeting(view, ClusterConfig(), "m")[0].startswith("ready: 1 prefill + 1 decode, ")
+
+
 def test_a_conversation_keeps_answered_turns() -> None:
     talk = Conversation("m", system="Be brief.", temperature=0.0)
     assert talk.request("Hi")["messages"] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
