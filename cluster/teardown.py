@@ -46,11 +46,11 @@ def remove_cluster(
     """Remove whatever there is of Tandem on the Ray cluster that this process has joined. Return False if there was nothing.
 
     `memory_tiers`: there may be some. Without `application`, the routers are left to Serve. `keep` is the name of an actor of
-    ours that stays: the one that calls this. `own` is the controller of the cluster that is meant. If another one is there by
-    now, nothing is removed: whoever ended that cluster has done it.
+    ours that stays: the one that calls this. `own` is the controller of the cluster that is meant. Once another one is there,
+    nothing more is removed: whoever ended that cluster has done it.
     """
     controller = find_controller()
-    if own is not None and controller is not None and controller._actor_id != own._actor_id:
+    if _is_another(controller, own):
         return False
     closing = None if controller is None else controller.close.remote()
     served = application and _remove_application()
@@ -59,14 +59,23 @@ def remove_cluster(
             ray.get(closing, timeout=_CLOSE_S)
         except (RayError, GetTimeoutError) as error:
             log.warning("the controller did not end its workers: %s", first_line(error))
+    # The next cluster may have begun meanwhile, where `own` had ended before.
+    if _is_another(find_controller(), own):
+        return served
     try:
         at_head(HEAD_RESOURCES, withdraw)
     except UnavailableError as error:
         log.warning("what HAProxy was told is left: %s", error.message)
+    if _is_another(find_controller(), own):
+        return served
     swept = sweep(keep)
     if memory_tiers:
         _remove_memory_tiers()
     return served or swept
+
+
+def _is_another(controller: Any | None, own: Any | None) -> bool:
+    return own is not None and controller is not None and controller._actor_id != own._actor_id
 
 
 def sweep(keep: str | None = None) -> bool:

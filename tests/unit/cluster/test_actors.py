@@ -63,26 +63,53 @@ def test_what_is_left_is_found_in_every_namespace(removed: list[str]) -> None:
     assert removed == ["0a" * 18]
 
 
+class ScriptedController:
+    """The handle of a controller, which notes in `ended` that it is closed."""
+
+    def __init__(self, actor_id: str, ended: list[str]) -> None:
+        self._actor_id = actor_id
+        self._ended = ended
+        self.close = self
+
+    def remote(self) -> str:
+        self._ended.append(self._actor_id)
+        return "closing"
+
+
 def test_the_end_of_a_cluster_leaves_the_next_one_alone(removed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A `tandem serve` that was suspended wakes when its cluster was stopped, and another one was started."""
     ended: list[str] = []
 
-    class Controller:
-        def __init__(self, actor_id: str) -> None:
-            self._actor_id = actor_id
-            self.close = self
-
-        def remote(self) -> str:
-            ended.append(self._actor_id)
-            return "closing"
-
-    monkeypatch.setattr(teardown, "find_controller", lambda: Controller("next"))
+    monkeypatch.setattr(teardown, "find_controller", lambda: ScriptedController("next", ended))
     monkeypatch.setattr(teardown, "at_head", lambda *_: None)
     monkeypatch.setattr(ray, "get", lambda *_, **__: None)
-    assert not teardown.remove_cluster(application=False, memory_tiers=False, own=Controller("own"))
+    assert not teardown.remove_cluster(application=False, memory_tiers=False, own=ScriptedController("own", ended))
     assert (ended, removed) == ([], [])
-    assert teardown.remove_cluster(application=False, memory_tiers=False, own=Controller("next"))
+    assert teardown.remove_cluster(application=False, memory_tiers=False, own=ScriptedController("next", ended))
     assert (ended, removed) == (["next"], ["0a" * 18])
+
+
+@pytest.mark.parametrize("while_it_ends", ["_remove_application", "at_head"])
+def test_the_end_of_a_cluster_leaves_alone_one_that_begins_meanwhile(
+    removed: list[str], monkeypatch: pytest.MonkeyPatch, while_it_ends: str
+) -> None:
+    """Another command has ended the cluster, and the next one begins while this one removes what is left."""
+    ended: list[str] = []
+    controllers: list[ScriptedController] = []
+    calls: list[str] = []
+
+    def called(name: str) -> bool:
+        calls.append(name)
+        if name == while_it_ends:
+            controllers.append(ScriptedController("next", ended))
+        return False
+
+    monkeypatch.setattr(teardown, "find_controller", lambda: controllers[0] if controllers else None)
+    monkeypatch.setattr(teardown, "_remove_application", lambda: called("_remove_application"))
+    monkeypatch.setattr(teardown, "at_head", lambda *_: called("at_head"))
+    assert not teardown.remove_cluster(memory_tiers=False, own=ScriptedController("own", ended))
+    assert (ended, removed) == ([], [])
+    assert calls[-1] == while_it_ends
 
 
 def test_a_controller_takes_up_groups_of_every_namespace(removed: list[str]) -> None:
