@@ -23,7 +23,7 @@ from cluster.memory import WorkerMemory, role_memory
 from cluster.nodes.gcs import own_gcs
 from cluster.nodes.watch import NodeWatch
 from cluster.open_requests import OpenRequests
-from cluster.ray.actors import NAME_PREFIX, NAMESPACE, made_until_it_works, move_stream_keeper
+from cluster.ray.actors import NAME_PREFIX, NAMESPACE, find_actor, made_until_it_works, move_stream_keeper
 from cluster.ray.errors import original
 from cluster.ray.front import counts_folder
 from cluster.ray.launcher import RayLauncher
@@ -261,11 +261,11 @@ def _actor_class() -> Any:
 
 
 def find_controller() -> Any | None:
-    """Return the handle of this Ray cluster's controller, or None if there is none."""
-    try:
-        return ray.get_actor(CONTROLLER, namespace=NAMESPACE)
-    except ValueError:
-        return None
+    """Return the handle of this Ray cluster's controller, or None if there is none for certain.
+
+    Raises UnavailableError if the GCS does not answer.
+    """
+    return find_actor(CONTROLLER)
 
 
 class RayControllerClient:

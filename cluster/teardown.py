@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.controller import CONTROLLER, find_controller
 from cluster.open_requests import RETIRE_ANSWER_S
-from cluster.ray.actors import NAMESPACE, named_groups
+from cluster.ray.actors import NAMESPACE, named_groups, own_names
 from cluster.ray.front import HEAD_RESOURCES, at_head, withdraw
 from cluster.records import delete_records
 from cluster.router_replicas import APPLICATION, remove_application
@@ -83,8 +83,7 @@ def sweep(keep: str | None = None) -> bool:
 
     Return False if there were none.
     """
-    named = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True) if actor["namespace"] == NAMESPACE]
-    actors = [name for name in named if name != keep]
+    actors = [name for name in own_names() if name != keep]
     actors.sort(key=lambda name: name != CONTROLLER)  # first, for it would replace its workers
     for name in actors:
         handle = _actor(name)

@@ -13,9 +13,11 @@ from typing import Any
 
 import ray
 from ray import PlacementGroupID
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
 from cluster.ray.placement import HEAD_RESOURCE, Resources
+from protocol.errors import UnavailableError, first_line
 
 log = logging.getLogger(__name__)
 
@@ -74,8 +76,7 @@ def _staying_nodes() -> list[dict[str, Any]]:
 
 def take_up_actors(kept: Collection[str], worker_ids: Collection[str]) -> dict[str, PlacementGroup]:
     """Return the groups of these workers. Ends every other one, and every process but those that are kept. Blocks."""
-    named = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True) if actor["namespace"] == NAMESPACE]
-    for stray in find_actors([name for name in named if name.startswith(PROCESS_PREFIX) and name not in kept]):
+    for stray in find_actors([name for name in own_names() if name.startswith(PROCESS_PREFIX) and name not in kept]):
         ray.kill(stray.handle)
     groups = {}
     for name, group in named_groups():
@@ -101,13 +102,33 @@ def _group(id_hex: str) -> PlacementGroup:
     return PlacementGroup(PlacementGroupID.from_hex(id_hex))
 
 
+def own_names() -> list[str]:
+    """Return the names of all actors of the cluster. Blocks for a call to Ray."""
+    return [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True) if actor["namespace"] == NAMESPACE]
+
+
+def find_actor(name: str) -> Any | None:
+    """Return the handle of the cluster's actor of this name, or None if there is none for certain. Blocks for calls to Ray.
+
+    Raises UnavailableError if the GCS does not answer.
+    """
+    try:
+        return ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError as error:  # there is none, or the GCS does not answer
+        problem = first_line(error)
+    try:
+        listed = name in own_names()
+    except RayError as error:
+        listed, problem = True, first_line(error)
+    if listed:
+        raise UnavailableError(f"Ray does not say whether {name} is there: {problem}")
+    return None
+
+
 def find_actors(names: Sequence[str]) -> list[NamedActor]:
-    """Return those of them that there are. Blocks for calls to Ray."""
-    actors = []
-    for name in names:
-        with contextlib.suppress(ValueError):  # it has ended
-            actors.append(NamedActor(name, ray.get_actor(name, namespace=NAMESPACE)))
-    return actors
+    """Return those of them that there are. Blocks for calls to Ray. Raises UnavailableError if the GCS does not answer."""
+    found = [(name, find_actor(name)) for name in names]
+    return [NamedActor(name, handle) for name, handle in found if handle is not None]
 
 
 def start_keeper(kind: type, name: str, resources: dict[str, float], *args: Any, **placement: Any) -> Any:

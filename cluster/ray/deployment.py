@@ -22,7 +22,7 @@ import ray
 from cluster.controller import find_controller
 from cluster.launch import check_autoscale, check_keys, check_model, check_telemetry
 from cluster.memory import role_memory
-from cluster.ray.actors import NAME_PREFIX, start_keeper
+from cluster.ray.actors import NAME_PREFIX, made_until_it_works, start_keeper
 from cluster.ray.front import HEAD_RESOURCES, check_listener
 from cluster.ray.parts import Parts, ask_controller
 from cluster.ray.serve_app import RouterArguments
@@ -52,8 +52,9 @@ class Deployment:
         self._asked, self._config, self._secret, self._known_id = asked, config, secret, known_id
         self._starting = asyncio.Lock()
         self._ends = False
-        # What a former life has started is this one's.
-        self._has_cluster = ray.get_runtime_context().was_current_actor_reconstructed and find_controller() is not None
+        async with made_until_it_works():
+            # What a former life has started is this one's.
+            self._has_cluster = ray.get_runtime_context().was_current_actor_reconstructed and find_controller() is not None
         self._watching = asyncio.get_running_loop().create_task(self._watch())
 
     async def asked(self) -> ClusterConfig | None:

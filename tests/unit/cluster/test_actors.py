@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 import ray
+from ray.exceptions import RayError
 
 from cluster import teardown
+from cluster.controller import CONTROLLER, find_controller
 from cluster.ray import actors
-from cluster.ray.actors import new_actor, take_up_actors
+from cluster.ray.actors import find_actors, new_actor, take_up_actors
+from protocol.errors import UnavailableError
 
 
 def test_all_lives_of_a_kind_are_made_of_one_actor_class(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,6 +37,29 @@ def test_all_lives_of_a_kind_are_made_of_one_actor_class(monkeypatch: pytest.Mon
     made = [new_actor(Kind, name, {"CPU": 1.0}) for name in ("one", "two")]
     assert [(each.name, each.handle) for each in made] == [("one", "handle"), ("two", "handle")]
     assert exported == [Kind]
+
+
+@pytest.mark.parametrize("listed", [True, False, RayError("the GCS does not answer")])
+def test_a_controller_is_not_there_where_ray_lists_none(monkeypatch: pytest.MonkeyPatch, listed: bool | RayError) -> None:
+    """`ray.get_actor` raises the same error where it gets no answer."""
+
+    def get_actor(name: str, namespace: str) -> None:
+        raise ValueError(f"Failed to look up actor {name!r}")
+
+    def list_named_actors(all_namespaces: bool) -> list[dict[str, str]]:
+        if isinstance(listed, RayError):
+            raise listed
+        return [{"name": CONTROLLER, "namespace": "tandem" if listed else "another"}]
+
+    monkeypatch.setattr(ray, "get_actor", get_actor)
+    monkeypatch.setattr(ray.util, "list_named_actors", list_named_actors)
+    if not listed:
+        assert find_controller() is None
+        assert find_actors([CONTROLLER]) == []
+        return
+    for find in (find_controller, lambda: find_actors([CONTROLLER])):
+        with pytest.raises(UnavailableError, match="does not say whether tandem-controller is there"):
+            find()
 
 
 @pytest.fixture
