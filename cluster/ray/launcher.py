@@ -71,7 +71,7 @@ class RayLauncher:
         self._leaving: frozenset[str] = frozenset()
         """Ids of the nodes on which nothing is begun."""
         self._keeps_spare = False
-        self._spare: asyncio.Task[NamedActor] | None = None
+        self._spare: asyncio.Task[NamedActor | None] | None = None
         self._next_spare: asyncio.TimerHandle | None = None
 
     def process(self, role: Role, worker_id: str, epoch: int, config: ClusterConfig) -> Process:
@@ -88,17 +88,15 @@ class RayLauncher:
     async def create(self, role: Role, worker_id: str, epoch: int) -> list[NamedActor]:
         """Return an actor for each rank of this life.
 
-        The first rank takes the spare process if there is one. All others are new, and perhaps not placed yet.
+        The first rank takes the spare process if there is one, and no second node has joined. All others are new, and perhaps
+        not placed yet.
         """
-        spare, self._spare = self._spare, None
         self._no_spare_yet()
-        actors: list[NamedActor] = []
-        if spare is not None:
-            # One that is not ready yet is still ahead of one that would begin now and compete with it.
-            await asyncio.wait([spare])
-            if spare.exception() is None:
-                actors.append(spare.result())
+        spare = await self._take_spare()
+        actors = [] if spare is None else [spare]
         try:
+            if actors and not await self._has_one_node():
+                await asyncio.to_thread(ray.kill, actors.pop().handle)
             await asyncio.to_thread(self._add_in_group, actors, role, worker_id, epoch)
         except Exception:
             await asyncio.gather(*(asyncio.to_thread(ray.kill, actor.handle) for actor in actors))
@@ -118,8 +116,8 @@ class RayLauncher:
 
     async def keep_spare(self) -> None:
         """Keep a spare process from now on, where one makes sense. It begins when the start of the cluster is over."""
-        nodes = await asyncio.to_thread(node_resources)
-        self._keeps_spare = len(nodes) == 1 and not any(pool_of(self._config, role).resources for role in Role)
+        reserves = any(pool_of(self._config, role).resources for role in Role)
+        self._keeps_spare = not reserves and await self._has_one_node()
         self.changed()
 
     async def leave_nodes(self, nodes: Collection[str]) -> dict[WorkerLife, str]:
@@ -154,10 +152,8 @@ class RayLauncher:
         """End the spare process. Call it after the last `create`."""
         self._keeps_spare = False
         self._no_spare_yet()
-        if self._spare is not None:
-            await asyncio.wait([self._spare])
-            if self._spare.exception() is None:
-                await asyncio.to_thread(ray.kill, self._spare.result().handle)
+        if (spare := await self._take_spare()) is not None:
+            await asyncio.to_thread(ray.kill, spare.handle)
 
     def _add_in_group(self, actors: list[NamedActor], role: Role, worker_id: str, epoch: int) -> None:
         """Add the ranks that are missing."""
@@ -192,7 +188,22 @@ class RayLauncher:
         if self._next_spare is not None:
             self._next_spare.cancel()
 
-    async def _make_spare(self) -> NamedActor:
+    async def _take_spare(self) -> NamedActor | None:
+        """The spare process, which nobody else has then; None if there is none."""
+        spare, self._spare = self._spare, None
+        if spare is None:
+            return None
+        # One that is not ready yet is still ahead of one that would begin now and compete with it.
+        await asyncio.wait([spare])
+        return None if spare.exception() is not None else spare.result()
+
+    async def _has_one_node(self) -> bool:
+        """Where there are several, a process outside of its worker's group may be on another node than the group."""
+        return len(await asyncio.to_thread(node_resources)) == 1
+
+    async def _make_spare(self) -> NamedActor | None:
+        if not await self._has_one_node():  # another has joined
+            return None
         # By chance, for one that another controller has made may be a worker now.
         actor = await asyncio.to_thread(new_actor, WorkerProcess, f"{PROCESS_PREFIX}spare-{secrets.token_hex(4)}", {})
         start_s = self._config.limits.worker_start_s

@@ -31,6 +31,7 @@ def test_what_was_made_of_a_worker_that_can_not_be_made_is_killed(failing_rank: 
     monkeypatch.setattr(launchers, "placement_group", lambda *_, **__: SimpleNamespace(bundle_specs=[]))
     monkeypatch.setattr(launchers, "PlacementGroupSchedulingStrategy", lambda *_, **__: None)
     monkeypatch.setattr(launchers, "new_actor", new_actor)
+    monkeypatch.setattr(launchers, "node_resources", lambda: [{}])
     monkeypatch.setattr(ray, "kill", killed.append)
     config = ClusterConfig.model_validate({"decode": {"tensor_parallel_size": 3}})
 
@@ -58,6 +59,7 @@ def test_a_spare_process_that_hangs_is_killed_and_not_waited_for(monkeypatch: py
     monkeypatch.setattr(launchers, "placement_group", lambda *_, **__: SimpleNamespace(bundle_specs=[]))
     monkeypatch.setattr(launchers, "PlacementGroupSchedulingStrategy", lambda *_, **__: None)
     monkeypatch.setattr(launchers, "new_actor", new_actor)
+    monkeypatch.setattr(launchers, "node_resources", lambda: [{}])
     monkeypatch.setattr(ray, "kill", lambda handle: killed.append(handle.name))
     config = ClusterConfig.model_validate({"limits": {"worker_start_s": 0.1}})
 
@@ -68,5 +70,39 @@ def test_a_spare_process_that_hangs_is_killed_and_not_waited_for(monkeypatch: py
         [actor] = await asyncio.wait_for(launcher.create(Role.DECODE, "worker-1", 1), 5)
         assert killed == [made[0]]
         assert actor.name == made[1]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("joins", ["before the spare is made", "before it is taken", "never"])
+def test_no_spare_process_becomes_a_worker_once_a_second_node_has_joined(monkeypatch: pytest.MonkeyPatch, joins: str) -> None:
+    killed: list[str] = []
+    made: list[str] = []
+    nodes: list[dict[str, float]] = [{}]
+
+    def new_actor(_: type, name: str, *__: Any, **___: Any) -> Any:
+        made.append(name)
+        warm_up = SimpleNamespace(remote=lambda: asyncio.sleep(0))
+        return SimpleNamespace(name=name, handle=SimpleNamespace(name=name, warm_up=warm_up))
+
+    monkeypatch.setattr(launchers, "placement_group", lambda *_, **__: SimpleNamespace(bundle_specs=[]))
+    monkeypatch.setattr(launchers, "PlacementGroupSchedulingStrategy", lambda *_, **__: None)
+    monkeypatch.setattr(launchers, "new_actor", new_actor)
+    monkeypatch.setattr(launchers, "node_resources", lambda: nodes)
+    monkeypatch.setattr(ray, "kill", lambda handle: killed.append(handle.name))
+
+    async def main() -> None:
+        one = WorkerMemory(0, 0, 0)
+        launcher = RayLauncher(ClusterConfig(), b"secret", {Role.PREFILL: one, Role.DECODE: one}, may_grow=True)
+        if joins == "before the spare is made":
+            nodes.append({})
+        launcher._begin_spare()
+        assert launcher._spare is not None
+        await launcher._spare
+        if joins == "before it is taken":
+            nodes.append({})
+        [actor] = await launcher.create(Role.DECODE, "worker-1", 1)
+        assert actor.name.startswith("tandem-process-spare-" if joins == "never" else "tandem-process-worker-1-1")
+        assert killed == [name for name in made if name != actor.name]
 
     asyncio.run(main())
