@@ -60,7 +60,10 @@ class Supervisor:
         self._kills: dict[WorkerLife, asyncio.Task[None]] = {}
         """The ends of processes that are being killed."""
         self._names: dict[WorkerLife, tuple[str, ...]] = {}
-        """Names of the ranks' processes, by life that is up."""
+        """Names of the ranks' processes, by life that is up, or was until now and whose end the pool has not heard of.
+
+        A successor would begin a life that is recorded as up and has no names anew, under the same epoch.
+        """
         self._up: set[WorkerLife] = set()
         """Lives whose processes answer."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -341,6 +344,7 @@ class Supervisor:
             await self._kill(worker_id, epoch)
         log.info("%s epoch %d ended: %s", worker_id, epoch, error)
         ready_s = 0.0 if ready_at is None else time.monotonic() - ready_at
+        self._names.pop(WorkerLife(worker_id, epoch), None)
         self._obey(self._pools.tell(worker_id, lambda pool: pool.lost(worker_id, epoch, error, ready_s)))
 
     def _former(self, worker_id: str, epoch: int) -> list[asyncio.Task[None]]:
@@ -394,7 +398,6 @@ class Supervisor:
                 log.exception("%s epoch %d was not killed, attempt %d of %d", *life, attempt, _KILLS)
             await asyncio.sleep(_KILL_AGAIN_S)
         del self._processes[life], self._kills[life]
-        self._names.pop(life, None)
 
     async def _drain(self, worker_id: str, epoch: int) -> None:
         """A life that is still taken up drains when it is (`Pool.resumed`); one that has ended needs not."""
@@ -437,6 +440,7 @@ class Supervisor:
             life.cancel()
             await asyncio.wait([life])
         await self._kill(worker_id, epoch)
+        self._names.pop(WorkerLife(worker_id, epoch), None)
         if not any(info.worker_id == worker_id for info in self.view().workers):
             self._refused.pop(worker_id, None)
             await self._launcher.release(worker_id)

@@ -682,6 +682,36 @@ def test_a_life_that_was_starting_begins_anew_and_what_is_left_of_it_goes() -> N
     succeeded(first, second)
 
 
+def test_a_successor_hears_of_the_end_of_a_worker_that_was_killed_just_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The former supervisor ends before the pool has heard of it."""
+    monkeypatch.setattr("cluster.supervisor.STOP_S", 0.01)
+    life = WorkerLife("worker-1", 1)
+
+    async def first(supervisor: Supervisor, launcher: ScriptedLauncher) -> None:
+        process, being_killed = launcher.processes[life], asyncio.Event()
+
+        async def deaf() -> None:
+            return None
+
+        async def kill() -> None:
+            process.killed = True
+            being_killed.set()
+
+        process.stop, process.kill = deaf, kill  # type: ignore[method-assign]
+        process.idle.set()
+        supervisor.drain("worker-1", restart=True)
+        await being_killed.wait()
+        await supervisor._kill(*life)  # until that is over
+        supervisor.scale({Role.PREFILL: 1}, anything_fits)  # something to record
+
+    async def second(supervisor: Supervisor, launcher: ScriptedLauncher, before: ClusterView) -> None:
+        assert life not in launcher.left
+        view = await seen(supervisor, all_ready)
+        assert one(view, "worker-1").epoch == 2
+
+    succeeded(first, second)
+
+
 @pytest.mark.parametrize("restart", [True, False])
 def test_a_drain_goes_on_under_a_successor(restart: bool) -> None:
     async def first(supervisor: Supervisor, launcher: ScriptedLauncher) -> None:
