@@ -287,6 +287,8 @@ async def _moved(moving: Awaitable[_Answer]) -> _Answer:
         return await moving
     except TransportError as error:
         raise KvTransferError(str(error)) from None
+    except TandemError:
+        raise
     except Exception as error:  # want of memory, for instance: it costs the pair, not the gang
         log.exception("a lane failed")
         raise KvTransferError(str(error) or repr(error)) from None

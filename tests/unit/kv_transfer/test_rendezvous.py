@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from kv_transfer.lanes import LocalReceiveRank
 from kv_transfer.pool_view import PoolView
-from kv_transfer.remote_lanes import RemoteReceiveRank
+from kv_transfer.remote_lanes import ReceiveHost, RemoteReceiveRank
 from kv_transfer.sender import OutgoingTransfer, PushPart
 from kv_transfer.transport import SendChannel, SendTransport, TransportError
 from kv_transfer.transports.loopback import LoopbackNetwork
-from protocol.errors import IncompatiblePeerError, KvTransferError, WorkerLostError
+from protocol.errors import IncompatiblePeerError, KvTransferError, TransportUnavailableError, WorkerLostError
+from protocol.gang import HeadMove
 from tests.unit.kv_transfer.two_ends import (
     DONE,
     EVERY_TRANSPORT,
@@ -79,6 +80,39 @@ class ElsewhereSender:
 
     def connect_sender(self, exchange: Callable[[bytes], bytes], pool: PoolView, deadline_s: float) -> SendChannel:
         return self._here.connect_sender(lambda offer: exchange(bytes(32) + offer[32:]), pool, deadline_s)
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (TransportUnavailableError("this host has no such prefill worker"), TransportUnavailableError),
+        (KvTransferError("too many open files"), TransportError),
+        (TransportError("the peer is lost"), TransportError),
+        (MemoryError("none is left"), TransportError),
+    ],
+    ids=lambda each: type(each).__name__ if isinstance(each, Exception) else "",
+)
+def test_what_keeps_another_rank_from_a_lane_is_told_as_what_it_is(error: Exception, told: type[Exception]) -> None:
+    """A transport that is not to be had there makes way for the next one."""
+
+    class Rank:
+        async def accept(self, *args: Any) -> None:
+            raise error
+
+    host = ReceiveHost(cast(LocalReceiveRank, Rank()))
+
+    async def ask(build: Callable[[int], Any], kind: type[Any], *, until_lost: bool = False) -> Any:
+        question = build(1)
+        return await host.handlers[type(question)](question)
+
+    async def scenario() -> None:
+        remote = RemoteReceiveRank(ask, ["shared_memory", "gloo"])
+        with pytest.raises(told, match=str(error)) as caught:
+            await remote.accept(HeadMove(0, 0, 0, 0, 1), "shared_memory", b"", lambda ours: None)
+        assert type(caught.value) is told
+        await host.close()
+
+    asyncio.run(scenario())
 
 
 async def one_transfer(w: World) -> None:
