@@ -110,10 +110,14 @@ class Ledger:
         """
         if not self._tables.windowed:
             return self.num_holders
-        holders = (entry for entry in self._entries.values() if entry.block_table and not entry.state.final)
-        sole = self._cache.num_sole  # what it gives back of what it shares is no other block
-        most = ((self.blocks.at_once(len(each.token_ids) + each.max_tokens), sole(each.block_table.owned)) for each in holders)
-        return sum(max(0, at_once - owned) for at_once, owned in most)
+        growth, held = 0, set[int]()
+        for entry in self._entries.values():
+            if entry.block_table and not entry.state.final:
+                # Of blocks that several share, all but one of them will want others.
+                own = set(entry.block_table.owned) - held
+                held |= own
+                growth += max(0, self.blocks.at_once(len(entry.token_ids) + entry.max_tokens) - len(own))
+        return growth
 
     def reserve(
         self,

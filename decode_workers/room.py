@@ -36,8 +36,8 @@ class _Kept:
     until: float
     """Time on the worker's clock."""
 
-    @property
-    def num_blocks(self) -> int:
+    def blocks_now(self) -> int:
+        """How many blocks that are. Looks at every block of the newcomer's prompt."""
         return self.cost().num_blocks
 
 
@@ -143,7 +143,7 @@ class Room:
             kept = None  # nobody calls `settle` while there is nothing to compute
         if kept is not None and displaces and kept.share == share:
             return self._margin
-        return self._spare + self._due_before(share) + (0 if kept is None else kept.num_blocks)
+        return self._spare + self._due_before(share) + (0 if kept is None else kept.blocks_now())
 
     def _due_before(self, share: Share) -> int:
         """Blocks that a stream waits for which nobody can give now, if what comes free is for it before this tenant's tickets:
@@ -154,8 +154,9 @@ class Room:
             return 0
         num_blocks, loads = self._ledger.blocks.at_once(len(stream.token_ids)), loads_of(self._holdings())
         own_load = loads.get(stream.share, 0.0) + num_blocks / stream.share.strength
-        due = self._ledger.return_cost(stream.ticket_id, len(stream.token_ids), stream.known).num_blocks
-        return due if share.tenant == stream.share.tenant or loads.get(share, 0.0) > own_load else 0
+        if share.tenant != stream.share.tenant and loads.get(share, 0.0) <= own_load:
+            return 0
+        return self._ledger.return_cost(stream.ticket_id, len(stream.token_ids), stream.known).num_blocks
 
     def holds_most(self, share: Share) -> bool:
         """Tell whether this tenant holds more for its weight than any other: it has to wait for its own streams."""
@@ -201,7 +202,7 @@ class Room:
         """The oldest preempted stream of the tenant that holds the least, if there is room for it beside everybody's growth."""
         holdings, spare = self._holdings(), self._spare
         if self._kept is not None and holdings:  # otherwise nothing would go on
-            spare += self._kept.num_blocks
+            spare += self._kept.blocks_now()
         loads = loads_of(holdings)
         shares = {stream.share for stream in self._preempted.values()}
         share = min(shares, key=lambda share: (loads.get(share, 0.0), share.tenant, share.weight))

@@ -212,6 +212,7 @@ def test_streams_that_share_a_window_will_once_hold_blocks_of_their_own() -> Non
     while worker.decode_step():
         most = max(most, len(worker.ledger.held_blocks))
     assert most <= promised
+    assert promised == 6 * worker.ledger.blocks.at_once(60 * BLOCK_SIZE + 1 + 200), "and none counts twice"
 
 
 @pytest.mark.parametrize("batch_tokens", [3, 5, 6, 7])
