@@ -9,7 +9,6 @@ both: after an index was opened, and before blocks are erased.
 from __future__ import annotations
 
 import sqlite3
-import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from pathlib import Path
@@ -89,7 +88,7 @@ class Pairs:
         """Return whether it is new. Raises sqlite3.Error; OSError if it can't be moved, and then nothing is changed."""
         path, key, tenant = block
         if path is None or self._is_stored(rows, key):
-            rows.touch([(key, time.monotonic_ns())])
+            rows.touch([(key, None)])
             return False
         self._files.move(path, key)
         try:

@@ -103,11 +103,12 @@ class Rows:
         if not self.delete(key):
             raise DamagedIndexError("a block is found in one way and not in the other")
 
-    def touch(self, uses: Iterable[tuple[bytes, int]]) -> None:
-        """Note when blocks were used, by `time.monotonic_ns`, in this order. What was used later by others stays so."""
-        began = self._now_ns() - time.monotonic_ns()  # read together: whoever is held between tells them apart
+    def touch(self, uses: Iterable[tuple[bytes, int | None]]) -> None:
+        """Note when blocks were used, by `time.monotonic_ns`, in this order; None is now. What others used later stays so."""
+        now = self._now_ns()
+        began = now - time.monotonic_ns()  # read together: whoever is held between tells them apart
         for later, (key, at) in enumerate(uses):
-            used = began + at + later
+            used = (now if at is None else began + at) + later
             self._execute("UPDATE blocks SET last_use = ? WHERE key = ? AND last_use < ?", (used, key, used))
 
     def oldest(self) -> bytes | None:
