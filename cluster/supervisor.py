@@ -390,14 +390,16 @@ class Supervisor:
 
         Otherwise nobody would ever take the worker's place.
         """
-        for attempt in range(1, _KILLS + 1):
-            try:
-                await self._processes[life].kill()
-                break
-            except Exception:
-                log.exception("%s epoch %d was not killed, attempt %d of %d", *life, attempt, _KILLS)
-            await asyncio.sleep(_KILL_AGAIN_S)
-        del self._processes[life], self._kills[life]
+        try:
+            for attempt in range(1, _KILLS + 1):
+                try:
+                    await self._processes[life].kill()
+                    break
+                except Exception:
+                    log.exception("%s epoch %d was not killed, attempt %d of %d", *life, attempt, _KILLS)
+                await asyncio.sleep(_KILL_AGAIN_S)
+        finally:
+            del self._processes[life], self._kills[life]
 
     async def _drain(self, worker_id: str, epoch: int) -> None:
         """A life that is still taken up drains when it is (`Pool.resumed`); one that has ended needs not."""

@@ -60,13 +60,13 @@ def remove_cluster(
         except (RayError, GetTimeoutError) as error:
             log.warning("the controller did not end its workers: %s", first_line(error))
     # The next cluster may have begun meanwhile, where `own` had ended before.
-    if _is_another(find_controller(), own):
+    if own is not None and _is_another(find_controller(), own):
         return served
     try:
         at_head(HEAD_RESOURCES, withdraw)
     except UnavailableError as error:
         log.warning("what HAProxy was told is left: %s", error.message)
-    if _is_another(find_controller(), own):
+    if own is not None and _is_another(find_controller(), own):
         return served
     swept = sweep(keep)
     if memory_tiers:

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import logging
 import os
+import time
 from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,9 @@ PROCESS_PREFIX = NAME_PREFIX + "process-"
 STREAM_KEEPER = "streams"
 """Name of the keeper of resumable streams, the one that is off the head node where there is another."""
 
+_GCS_S = 60.0
+"""Seconds for which the GCS may be silent, as when it starts again, until that is an error."""
+_ASK_AGAIN_S = 0.5
 AGAIN_S = 10.0
 """Seconds before Ray gets to make an actor once more that could not be made after a restart."""
 
@@ -110,19 +114,22 @@ def own_names() -> list[str]:
 def find_actor(name: str) -> Any | None:
     """Return the handle of the cluster's actor of this name, or None if there is none for certain. Blocks for calls to Ray.
 
-    Raises UnavailableError if the GCS does not answer.
+    It may ask again for a minute. Raises UnavailableError if the GCS does not answer by then.
     """
-    try:
-        return ray.get_actor(name, namespace=NAMESPACE)
-    except ValueError as error:  # there is none, or the GCS does not answer
-        problem = first_line(error)
-    try:
-        listed = name in own_names()
-    except RayError as error:
-        listed, problem = True, first_line(error)
-    if listed:
-        raise UnavailableError(f"Ray does not say whether {name} is there: {problem}")
-    return None
+    until = time.monotonic() + _GCS_S
+    while True:
+        try:
+            return ray.get_actor(name, namespace=NAMESPACE)
+        except ValueError as error:  # there is none, or the GCS does not answer
+            problem = first_line(error)
+        try:
+            if name not in own_names():
+                return None
+        except RayError as error:
+            problem = first_line(error)
+        if time.monotonic() > until:
+            raise UnavailableError(f"Ray does not say whether {name} is there: {problem}")
+        time.sleep(_ASK_AGAIN_S)
 
 
 def find_actors(names: Sequence[str]) -> list[NamedActor]:

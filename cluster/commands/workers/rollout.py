@@ -124,7 +124,7 @@ def roll_out(client: ApiClient, room_s: float, wait_s: float) -> None:
     old = {role: [worker for worker in of_role(now, role) if worker["state"] != "draining"] for role in Role}
     waiting = [worker for worker in now if worker.get("standby")]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress, _autoscaler_quiet(client, status):
+    with Progress(*columns, console=Console(stderr=True)) as progress, _autoscaler_quiet(client, status.get("autoscaler")):
         bar = progress.add_task("rollout", total=sum(map(len, old.values())) + len(waiting))
 
         def report(text: str) -> None:
@@ -138,27 +138,27 @@ def roll_out(client: ApiClient, room_s: float, wait_s: float) -> None:
 
 
 @contextmanager
-def _autoscaler_quiet(client: ApiClient, before: Status) -> Iterator[None]:
-    """While the block runs, the autoscaler changes nothing, if there is one. `before` is the present answer of /admin/status.
+def _autoscaler_quiet(client: ApiClient, state: Mapping[str, Any] | None) -> Iterator[None]:
+    """While the block runs, the autoscaler, whose state is that of /admin/status, changes nothing.
 
     If an operator changes workers meanwhile, it stays paused, as after any such order.
     """
-    state = before.get("autoscaler")
     if state is None or state["paused"]:
         yield
         return
-    pauses = True
+    pauses, before = True, dict[str, int]()
     try:
         try:
             patiently(lambda: client.post("/admin/autoscale", {"action": "pause"}))
         except InvalidRequestError:
             pauses = False
             raise
+        before = patient_status(client)["wanted"]  # it may have changed them until the pause
         yield
     finally:
         if pauses:
             left = "the autoscaler is paused: `tandem autoscale resume`"
-            _undo(lambda: _resume(client, before["wanted"]), left)
+            _undo(lambda: _resume(client, before), left)
 
 
 def _resume(client: ApiClient, before: Mapping[str, int]) -> None:
@@ -166,7 +166,7 @@ def _resume(client: ApiClient, before: Mapping[str, int]) -> None:
     status = client.get("/admin/status")
     reason = (status["autoscaler"] or {}).get("paused")
     # A paused autoscaler changes one thing: it wakes a role at 0.
-    scaled = any(number and status["wanted"].get(role) != number for role, number in before.items())
+    scaled = any(number and _scaled(status, Role(role), number) for role, number in before.items())
     # An operator may have had it go on, or the router that answers has not heard yet that it is paused.
     if reason is not None and (scaled or not reason.startswith((PAUSED_BY_HAND, SCALED_BY_HAND))):
         _say("the autoscaler stays paused, since workers were changed by hand meanwhile: `tandem autoscale resume`")

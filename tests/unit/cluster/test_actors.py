@@ -57,9 +57,28 @@ def test_a_controller_is_not_there_where_ray_lists_none(monkeypatch: pytest.Monk
         assert find_controller() is None
         assert find_actors([CONTROLLER]) == []
         return
+    monkeypatch.setattr("cluster.ray.actors._GCS_S", 0.0)
     for find in (find_controller, lambda: find_actors([CONTROLLER])):
         with pytest.raises(UnavailableError, match="does not say whether tandem-controller is there"):
             find()
+
+
+def test_an_actor_is_found_when_the_gcs_answers_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[str | Exception] = [ValueError("Failed to look up actor"), ValueError("Failed to look up actor"), "handle"]
+
+    def get_actor(name: str, namespace: str) -> str:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def list_named_actors(all_namespaces: bool) -> list[dict[str, str]]:
+        raise RayError("the GCS does not answer")
+
+    monkeypatch.setattr(ray, "get_actor", get_actor)
+    monkeypatch.setattr(ray.util, "list_named_actors", list_named_actors)
+    monkeypatch.setattr("cluster.ray.actors._ASK_AGAIN_S", 0.001)
+    assert find_controller() == "handle"
 
 
 @pytest.fixture

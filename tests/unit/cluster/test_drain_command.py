@@ -115,6 +115,19 @@ def test_a_rollout_keeps_the_autoscaler_quiet_and_lets_it_go_on(paused: str | No
         assert cluster.orders[0][0] == cluster.orders[-1][0] == "/admin/autoscale"
 
 
+def test_a_decision_of_the_autoscaler_just_before_its_pause_is_no_operators() -> None:
+    class DecidingCluster(PooledCluster):
+        def post(self, path: str, body: Any) -> Any:
+            if path == "/admin/autoscale" and body["action"] == "pause":
+                self.scale(Role.DECODE, 5)
+            super().post(path, body)
+
+    cluster = DecidingCluster(autoscaler={"paused": None})
+    roll_out(cluster, 1, 1)  # type: ignore[arg-type]
+    assert cluster.autoscaler == {"paused": None}
+    assert cluster.pools[Role.DECODE].desired == 5
+
+
 class OperatedCluster(PooledCluster):
     """An operator gives an order of their own while this worker is restarted."""
 
@@ -292,7 +305,7 @@ def test_a_rollout_that_can_take_nothing_back_says_what_is_left(
         roll_out(RollingCluster("/admin/drain", 99), 1, 1)  # type: ignore[arg-type]
     said = " ".join(capsys.readouterr().err.split())
     assert "left to do: there is a prefill worker too many: `tandem scale prefill=2`" in said
-    assert "the autoscaler stays paused, since workers were changed by hand meanwhile: `tandem autoscale resume`" in said
+    assert "left to do: the autoscaler is paused: `tandem autoscale resume`" in said
 
 
 def test_a_rollout_that_is_refused_at_its_beginning_waits_for_nothing() -> None:
