@@ -184,9 +184,10 @@ def regex_rule(pattern: str, param: str) -> AnswerRule:
 def lark_rule(grammar: str, param: str) -> AnswerRule:
     """Return the rule of answers that follow this grammar, in llguidance's dialect of Lark.
 
-    Raises InvalidRequestError for one that sets llguidance's option `no_forcing` otherwise than the router does, or a
-    temperature, which workers have for an answer and not for a rule.
+    Raises InvalidRequestError for one that is too large, that sets llguidance's option `no_forcing` otherwise than the router
+    does, or a temperature, which workers have for an answer and not for a rule.
     """
+    _check_size(grammar, param)
     if _forces(grammar):
         raise InvalidRequestError(f"`{param}` must not set no_forcing to false", param=param)
     if sets_temperature(grammar):
@@ -201,11 +202,15 @@ def check_grammar(grammar: str, param: str, wanted: str = _FOLLOWED_SCHEMA, fuel
 
     It may block for seconds. Raises OverloadedError if it can't be found out now.
     """
-    if len(grammar) > MAX_GRAMMAR_CHARS:
-        raise InvalidRequestError(f"`{param}` must be smaller: at most about {MAX_GRAMMAR_CHARS // 1024} KiB", param=param)
+    _check_size(grammar, param)
     problem = _problem(grammar, fuel)
     if problem:
         raise InvalidRequestError(f"`{param}` must be {wanted}: {problem}", param=param)
+
+
+def _check_size(grammar: str, param: str) -> None:
+    if len(grammar) > MAX_GRAMMAR_CHARS:
+        raise InvalidRequestError(f"`{param}` must be smaller: at most about {MAX_GRAMMAR_CHARS // 1024} KiB", param=param)
 
 
 def _escape(found: re.Match[str]) -> str:

@@ -159,7 +159,8 @@ class _ContentBeforeCalls:
             # A template puts the call on a line of its own again: else the next turn's prompt is not what was said.
             content = content.removesuffix("\n")
         if self._anywhere and self._at_start and not content.strip():
-            self._blanks.append(content)
+            if content:
+                self._blanks.append(content)
             content = ""
         elif content:
             self._at_start = False
