@@ -91,6 +91,11 @@ class DecodeWorker:
         """Number of streams that had to give their blocks back so far."""
         return self._scheduler.preemptions
 
+    @property
+    def evictions(self) -> int:
+        """Number of cached blocks that were given to others so far."""
+        return self._cache.evictions
+
     def start(self) -> None:
         """Send the first load report, and tell that nothing is cached."""
         self._reporter.changed()

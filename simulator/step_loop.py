@@ -2,8 +2,8 @@
 
 Steps that are planned alike are one event, a `StepRun`: the same streams, as long as none of them ends, no other joins and
 blocks suffice for all of them. A run is brought up to date (`StepLoop.sync`) before anybody looks at the books, so they say
-what they would after single steps. A step that computes chunks, of a prompt or of what was lost by a preemption, is a run of
-its own.
+what they would after single steps. Only routers hear later of blocks that its tokens evict: with the next look, or at its end.
+A step that computes chunks, of a prompt or of what was lost by a preemption, is a run of its own.
 
 Where tokens are guessed, a step here is the share of a real one that makes one token of each stream, and as long. Real workers
 guess for each stream as its own guesses went; here all have the profile's chance and equally many guesses. Beside chunks

@@ -7,7 +7,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from configs.loader import load_config
@@ -69,6 +69,7 @@ def test_every_request_ends_once_and_in_order(
 @example([(0.0, 1, 32, True), (1.0, 372, 62, True), (0.0, 209, 61, True), (0.0, 282, 40, False)], ("always", Shape(1, 1)))
 @given(request_lists(), cluster_strategy)
 def test_steps_in_one_go_are_steps_one_by_one(rows: list[tuple[float, int, int, bool]], kind: tuple[str, Shape]) -> None:
+    """But for routers that choose by what is cached: of evictions amid many steps they hear later."""
     mode, shape = kind
     times = []
     preemptions = []
@@ -78,6 +79,7 @@ def test_steps_in_one_go_are_steps_one_by_one(rows: list[tuple[float, int, int, 
         cluster.run(requests)
         times.append([(request.first_at, request.last_at, request.cached) for request in requests])
         preemptions.append([worker.preemptions for worker in cluster.decodes])
+        assume(mode != "auto" or not any(worker.evictions for worker in cluster.decodes))
     assert times[0] == times[1]
     assert preemptions[0] == preemptions[1]
 
