@@ -57,8 +57,8 @@ class _Coming:
 class Fetching:
     """What one worker brings into its pool from others, before it computes a prompt. `computed_s` says in how many seconds so
     many more tokens would be computed, those that are queued before them among it; 0 if that is not known. `num_queued` says
-    how many prompts are, and `left_free` how many blocks a fetch that shares these cached ones has to leave; None: none
-    may be taken now.
+    how many prompts are, and `growth` how many blocks a fetch that shares these cached ones leaves to the worker's streams. It
+    is None while one of them waits for some: then none may be taken.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Fetching:
         core: WorkerCore,
         computed_s: Callable[[int], float],
         num_queued: Callable[[], int],
-        left_free: Callable[[Sequence[bytes]], int | None],
+        growth: Callable[[Sequence[bytes]], int | None],
     ) -> None:
         rank, lease_s = core.rank, core.config.limits.lease_s
         self._me = core.me
@@ -76,7 +76,7 @@ class Fetching:
         self._lease_s = lease_s
         self._computed_s = computed_s
         self._num_queued = num_queued
-        self._left_free = left_free
+        self._growth = growth
         self._reader = None if core.tiers is None else core.tiers.reader
         self._spawn = core.spawn
         self._on_change = core.changed
@@ -155,10 +155,10 @@ class Fetching:
             began, held = time.monotonic(), self._cache.match(keys)  # meanwhile some may have been evicted, or computed
             if not has_turn or end <= held or not self._is_wanted(job, coming) or not self._may_take(source):
                 return
-            most, left = _SHARE_BESIDE if self._num_queued() else 1.0, self._left_free(keys[:held])
-            if left is None or self._cache.cost(end, keys[:held]) > self._cache.num_free - left:
+            most, growth = _SHARE_BESIDE if self._num_queued() else 1.0, self._growth(keys[:held])
+            if growth is None:
                 return
-            pin = self._cache.pin("fetched", end, keys[:held], began + 2 * self._lease_s, most=most)
+            pin = self._cache.pin("fetched", end, keys[:held], began + 2 * self._lease_s, most=most, spare=growth)
             if pin is None:
                 return
             blocks = held

@@ -62,7 +62,7 @@ class PrefillWorker:
         self._draining = False
         on_given_back = None if core.tiers is None else core.tiers.note
         self._jobs = Jobs(self._scheduler, self._send, core.spawn, core.changed, on_given_back)
-        self._fetching = Fetching(core, self._computed_s, lambda: self._scheduler.num_waiting, self._left_free)
+        self._fetching = Fetching(core, self._computed_s, lambda: self._scheduler.num_waiting, growth)
         core.add(self)
 
     def handlers(self) -> dict[type[Any], Handler]:
@@ -195,13 +195,6 @@ class PrefillWorker:
         """
         now = time.monotonic()
         return self.core.held_beside(self).union(*(pin.table for pin in self._cache.pins if pin.deadline < now))
-
-    def _left_free(self, shared: Sequence[bytes]) -> int | None:
-        """Blocks that a fetch which shares these cached blocks leaves to streams, and to prompts that have started; None: it
-        takes none now.
-        """
-        growth = self.core.growth_beside(self, shared)
-        return None if growth is None else growth + self._scheduler.kept(shared)
 
     def _crowded(self) -> OverloadedError:
         return OverloadedError(f"others hold the KV blocks of {self.me.worker_id}", retry_after_s=1.0)

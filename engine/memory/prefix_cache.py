@@ -202,13 +202,16 @@ class PrefixCache:
                 self._idle.pop(cached, None)
                 self._idle[cached] = None
 
-    def pin(self, purpose: str, num_blocks: int, keys: Sequence[bytes], deadline: float, *, most: float = 1.0) -> Pin | None:
+    def pin(
+        self, purpose: str, num_blocks: int, keys: Sequence[bytes], deadline: float, *, most: float = 1.0, spare: int = 0
+    ) -> Pin | None:
         """Own blocks until `unpin`: first the cached ones of `keys`, shared, then fresh ones.
 
-        None if that takes more than this share of the free ones, or what is promised of them, or while a prompt lacks blocks:
-        prompts and streams go first.
+        None if that takes more than this share of the free ones, or leaves fewer than `spare` beside what is promised of them,
+        or while a prompt lacks blocks: prompts and streams go first.
         """
-        if self.lacking or self.cost(num_blocks, keys) > min(most * self.num_free, self.num_free - self.promised(keys)):
+        may_take = min(most * self.num_free, self.num_free - self.promised(keys) - spare)
+        if self.lacking or self.cost(num_blocks, keys) > may_take:
             return None
         table = self.allocate(num_blocks, keys)
         assert table is not None, "there are as many"

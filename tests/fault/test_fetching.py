@@ -106,7 +106,7 @@ def test_nothing_is_fetched_into_blocks_that_streams_wait_for(two_workers: Facto
                 salt = str(growth)
                 fetch = await only_decode_holds(workers, router, prompt, salt)
                 with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(workers.prefill._fetching, "_left_free", lambda shared, growth=growth: growth)
+                    patch.setattr(workers.prefill._fetching, "_growth", lambda shared, growth=growth: growth)
                     prefilled, tokens = await ask(workers, router, prompt, fetch, salt)
                 assert tokens == reference(prompt, 8)
                 assert prefilled.brought.peer_tokens == (HELD if growth == 0 else 0)
