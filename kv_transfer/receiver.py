@@ -23,7 +23,7 @@ from kv_transfer.fingerprints.pushes import first_difference
 from kv_transfer.lanes import ReceiveLane, ReceiveRank
 from kv_transfer.rendezvous import check, check_transport
 from kv_transfer.transport import TransportError
-from protocol.errors import KvTransferError, TandemError
+from protocol.errors import KvTransferError, TandemError, first_line
 from protocol.gang import HeadMove, TokenSpan
 from protocol.messages.common import Failed
 from protocol.messages.handoff import (
@@ -205,7 +205,7 @@ class ReceivingPair:
                 log.exception("a lane from %s can't be connected", opening.prefill.worker_id)
             if not answered:
                 del self._connecting[opening.lane]
-                refusal = error if isinstance(error, TandemError) else KvTransferError(str(error) or repr(error))
+                refusal = error if isinstance(error, TandemError) else KvTransferError(first_line(error))
                 self._send(Failed.from_error(opening.call_id, refusal))
             elif not self._connected.done():
                 self._connected.set_exception(error if isinstance(error, TransportError) else TransportError(str(error)))
@@ -228,7 +228,7 @@ class ReceivingPair:
             self._send(PairClosed(str(error)))
         except Exception as error:  # want of memory, for instance: the sender may have sent all that it had, and waits
             log.exception("receiving KV from %s failed", prefill_id)
-            self._send(PairClosed(str(error) or repr(error)))
+            self._send(PairClosed(first_line(error)))
         finally:
             self.closed = True
             self._fail_unfinished()

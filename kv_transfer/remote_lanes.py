@@ -21,7 +21,7 @@ from torch import Tensor
 from kv_transfer.lanes import Exchange, LocalReceiveRank, LocalSendRank, ReceiveLane, ReceiveRank, SendLane, SendRank
 from kv_transfer.progress import StepProgress
 from kv_transfer.transport import ReceiveTransport, SendTransport, TransportError
-from protocol.errors import KvTransferError, TandemError, TransportUnavailableError
+from protocol.errors import KvTransferError, TandemError, TransportUnavailableError, first_line
 from protocol.gang import (
     HeadMove,
     LaneAccept,
@@ -291,4 +291,4 @@ async def _moved(moving: Awaitable[_Answer]) -> _Answer:
         raise
     except Exception as error:  # want of memory, for instance: it costs the pair, not the gang
         log.exception("a lane failed")
-        raise KvTransferError(str(error) or repr(error)) from None
+        raise KvTransferError(first_line(error)) from None
