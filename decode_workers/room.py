@@ -119,8 +119,7 @@ class Room:
         if self._kept is not None and self._clock() > self._kept.until:
             self._kept = None
         if self._wanted is not None:
-            share, num_blocks, cost = self._wanted
-            self._make_room(share, num_blocks, cost, step)
+            self._make_room(*self._wanted, step)
             self._wanted = None
         if self._preempted and not any(stream.recomputing for stream in self._streams.values()):
             return self._next_back() or self._longest_back(step)
