@@ -416,6 +416,17 @@ _LAST = (
         needs=(TRACES,),
     ),
     Part(
+        "paced_simulation",
+        "Does the simulator say what clusters of several workers do?",
+        15,
+        "paced_simulation",
+        SERVING,
+        "benchmarks.paced_simulation",
+        WITH_TRACES,
+        needs=(TRACES,),
+        keeps_state=True,
+    ),
+    Part(
         "fresh_clone",
         "How long does a newcomer wait?",
         20,

@@ -29,6 +29,21 @@ def simulate(result: Result, kind: str) -> Sequence[Figure]:
     return [Figure(f"farthest from the measured goodput, of {len(result['rows'])}", 100 * worst, "%", 0, goal=at_most(10))]
 
 
+def paced_simulation(result: Result, kind: str) -> Sequence[Figure]:
+    """For each of the two times, the load whose median is farthest from the simulated one."""
+    rows = result["rows"]
+    return [
+        Figure(
+            f"simulated {name} of several workers: farthest median, of {len(rows)}",
+            100 * max(abs(row["simulated"][f"{key}_p50"] / row["measured"][f"{key}_p50"] - 1) for row in rows),
+            "%",
+            0,
+            goal=at_most(10),
+        )
+        for name, key in (("TTFT", "ttft"), ("TPOT", "tpot"))
+    ]
+
+
 def guidellm(result: Result, kind: str) -> Sequence[Figure]:
     """Requests that failed, and the pace."""
     return [
@@ -145,6 +160,7 @@ def against(result: Result, kind: str) -> Sequence[Figure]:
 EXTRACT = {
     "structured": structured,
     "simulate": simulate,
+    "paced_simulation": paced_simulation,
     "guidellm": guidellm,
     "agreement": agreement,
     "lm_eval": lm_eval,
