@@ -59,6 +59,8 @@ class HttpConfig(_Section):
     """Number of routers, until `scale` says otherwise."""
     max_router_replicas: RouterCount | None = None
     """Most routers, of which Ray Serve then runs as many as the open requests need, but never less than `router_replicas`."""
+    stream_interval: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Tokens of one event of a stream, after the first ones. More of them cost routers and clients less."""
     max_body_bytes: Positive = 4 * 1024 * 1024
     max_body_bytes_in_flight: Positive = 64 * 1024 * 1024
     """Bytes of bodies of one tenant that one router has read and not yet worked on. More get a 429."""

@@ -75,7 +75,9 @@ class Router:
         caches = None
         if config.routing == "cache":
             caches = Caches(on_news=self.metrics.cache_news, on_age=self.metrics.cache_index_age.set)
-        self._roster = Roster(controller, secret, config.limits, self.metrics.workers_lost.inc, caches)
+        self._roster = Roster(
+            controller, secret, config.limits, self.metrics.workers_lost.inc, caches, config.http.stream_interval
+        )
         self._audits = RegularAudits(self._roster, config.limits.lease_s, self.metrics.audit_leaks.set)
         self.shutdown = Shutdown(controller, self._roster)
         self._rollout_watch = RolloutWatch(controller, self._roster)

@@ -48,13 +48,14 @@ class WorkerLink:
         caches: Caches | None = None,
         duty: Duty = Duty.DECODE,
         revision: int = 1,
+        stream_interval: int = 1,
     ) -> None:
         """`on_load` is called when anything that is known of the worker's load changes, and when the link is lost;
         `on_report` when a report has arrived. `caches` follow what the worker tells of its prefix cache, unless nobody wants to
-        know."""
+        know. `stream_interval` is the least number of tokens that a stream gives out at once."""
         self.ref = ref
         self.connection = Connection(ref, client, self._on_message, on_load, lambda failure: self.calls.failed_late(failure))
-        self.streams = OpenStreams()
+        self.streams = OpenStreams(stream_interval)
         self.calls = WorkerCalls(self.connection, self.streams, limits.lease_s)
         self.gone = self.connection.gone
         """Done, with the reason, when the link is lost."""

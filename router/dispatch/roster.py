@@ -68,8 +68,10 @@ class Roster:
         limits: LimitsConfig,
         on_lost: Callable[[], None],
         caches: Caches | None = None,
+        stream_interval: int = 1,
     ) -> None:
-        """`caches` follow what workers tell of their prefix caches; None if nobody wants to know."""
+        """`caches` follow what workers tell of their prefix caches; None if nobody wants to know. `stream_interval` is how many
+        tokens a stream gives out at once, at least."""
         self.view = ClusterView(-1, ())
         self.changes = 0
         """Number of events so far that may have made room: load reports, new links, new views, finished prefills."""
@@ -77,6 +79,7 @@ class Roster:
         self._secret = secret
         self._limits = limits
         self._on_lost = on_lost
+        self._stream_interval = stream_interval
         self.caches = caches
         self.pace = PaceMeter()
         """What steps and answers take at decode workers, if there are `caches`."""
@@ -303,6 +306,7 @@ class Roster:
             caches=self.caches,
             duty=entry.duty,
             revision=entry.revision,
+            stream_interval=self._stream_interval,
         )
         self._rank(entry)
         log.info("linked", extra=fields(worker=entry.ref.worker_id, epoch=entry.ref.epoch))

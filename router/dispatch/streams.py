@@ -20,11 +20,17 @@ class TokenStream:
     given out before the failure is.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, interval: int = 1) -> None:
+        """`interval` is the least number of tokens that are given out at once, after the first ones and before the end."""
+        self._interval = interval
         self._outputs: list[StreamOutput] = []
+        self._num_tokens = 0
+        """Tokens in `_outputs`."""
         self._arrivals: list[Arrival] = []
         self._error: TandemError | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._least = 1
+        """Tokens that are given out at once, at least."""
         self._latest: float | None = None
         self._told_gap: Callable[[float], None] | None = None
         self.attached = False
@@ -50,6 +56,7 @@ class TokenStream:
             self._told_gap = None
         self._latest = arrival.at
         self._outputs.append(output)
+        self._num_tokens += len(output.token_ids)
         self._arrivals.append(arrival)
         self._wake()
 
@@ -64,14 +71,15 @@ class TokenStream:
             self._wake()
 
     async def take(self) -> Tokens:
-        """Everything that arrived since the last call, in one piece; waits until there is something.
+        """Everything that arrived since the last call, in one piece; waits until that is enough, or all.
 
         Raises the stream's error once all that came before it was taken. The wait ends with the link at the latest: a
         link whose worker falls silent or makes no step fails its streams.
         """
-        if not self._outputs:
+        if self._num_tokens < self._least:
             await self._some()
-        outputs, self._outputs = self._outputs, []
+        outputs, self._outputs, self._num_tokens = self._outputs, [], 0
+        self._least = self._interval
         arrivals, self._arrivals = self._arrivals, []
         if len(outputs) > 1:
             return _merged(outputs, tuple(arrivals))
@@ -88,30 +96,40 @@ class TokenStream:
         """The output of the first step that was not taken yet; waits until there is one. Raises the stream's error."""
         await self._some()
         del self._arrivals[0]
-        return self._outputs.pop(0)
+        first = self._outputs.pop(0)
+        self._num_tokens -= len(first.token_ids)
+        self._least = self._interval
+        return first
 
     async def _some(self) -> None:
-        while not self._outputs:
-            if self._error is not None:
-                raise self._error
+        """Wait for enough tokens, or for the end. Raises the stream's error if nothing is left before it."""
+        while not self._enough:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
+        if not self._outputs and self._error is not None:
+            raise self._error
+
+    @property
+    def _enough(self) -> bool:
+        return self._num_tokens >= self._least or self.ended
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
+        if self._waiter is not None and not self._waiter.done() and self._enough:
             self._waiter.set_result(None)
 
 
 class OpenStreams:
     """The streams of one connection, by the ids of the tickets whose tokens they get."""
 
-    def __init__(self) -> None:
+    def __init__(self, interval: int = 1) -> None:
+        """`interval` is that of the streams that are opened here."""
+        self._interval = interval
         self._by_ticket: dict[int, TokenStream] = {}
         self._lost_error: Callable[[], TandemError] | None = None
 
     def open(self, ticket_id: int) -> TokenStream:
         """A new stream, where this ticket's tokens will arrive until `close`."""
-        stream = TokenStream()
+        stream = TokenStream(self._interval)
         self.adopt(ticket_id, stream)
         return stream
 

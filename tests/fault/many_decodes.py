@@ -146,7 +146,9 @@ class ManyDecodes:
         self.tasks = {worker.me.worker_id: asyncio.create_task(worker.core.run()) for worker in workers}
         self.controller = ScriptedController([(worker.role, worker.me) for worker in workers])
         caches = Caches() if config.routing == "cache" else None
-        self.roster = Roster(self.controller, SECRET, config.limits, self.metrics.workers_lost.inc, caches)
+        self.roster = Roster(
+            self.controller, SECRET, config.limits, self.metrics.workers_lost.inc, caches, config.http.stream_interval
+        )
         self.migrator = Migrator(config, self.roster, self.metrics, prefill.core.window)
         watch = RolloutWatch(self.controller, self.roster)
         admission = Admission(config, self.roster, self.metrics, watch, prefill.core.window)

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from configs.facts import ModelFacts
-from configs.schema import ClusterConfig, DecodeConfig
+from configs.schema import ClusterConfig, DecodeConfig, HttpConfig
 from kv_transfer.transports.loopback import Faults
 from protocol.cluster_view import WorkerState
 from protocol.sampling import SamplingParams
@@ -56,6 +56,28 @@ def test_what_a_killed_worker_said_need_not_be_computed_again(small_model: Model
             assert answer.token_ids == alone.token_ids
             assert answer.resumes == 1
             assert computed(many) - before < at_death / 2, "its prompt and most of what it had said were there"
+
+    run(scenario())
+
+
+def test_no_token_is_lost_that_an_interval_holds_back(small_model: ModelFacts) -> None:
+    """Neither when the stream moves, nor when its worker dies."""
+    config = COPYING.model_copy(update={"http": HttpConfig(stream_interval=4)})
+
+    async def scenario() -> None:
+        async with run_many_decodes(small_model, 2, config) as many:
+            alone = await many.ask(PROMPT, endless(300), salt="alone")
+            asking, said, source = await started(many, 300)
+            await many.until(lambda: len(said.token_ids) > 4 * EVERY)
+            assert len(said.token_ids) % 4 == 2, "the first of each worker, and then four at a time"
+            many.controller.mark(source, WorkerState.DRAINING)
+            await many.until(lambda: many.moves() == {"moved": 1})
+            many.controller.mark(source, WorkerState.READY)
+            at_move = len(said.token_ids)
+            await many.until(lambda: len(said.token_ids) > at_move + 2 * EVERY)
+            [target] = [worker_id for worker_id in many.decodes if many.running(worker_id)]
+            await many.kill(target)
+            assert (await asking).token_ids == alone.token_ids
 
     run(scenario())
 

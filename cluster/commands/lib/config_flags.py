@@ -88,6 +88,7 @@ FLAGS = (
     ConfigFlag("--kv-offloading-size", "kv_offloading.memory_gib", help="GiB of each node's memory for KV of earlier prompts."),
     ConfigFlag("--kv-offloading-dir", "kv_offloading.disk_dir", help="Folder on each node's disk for KV of earlier prompts."),
     ConfigFlag("--kv-offloading-disk-size", "kv_offloading.disk_gib", help="GiB that it may take."),
+    ConfigFlag("--stream-interval", "http.stream_interval", help="Tokens of one event of a stream, after the first."),
     ConfigFlag("--admin-key", "http.admin_key", help="Key for /admin.", envvar="TANDEM_ADMIN_KEY"),
     ConfigFlag("--metrics-key", "http.metrics_key", help="Key for /metrics.", envvar="TANDEM_METRICS_KEY"),
     ConfigFlag("--keys-file", "http.keys_file", help="API keys, as `tandem keys` makes them."),

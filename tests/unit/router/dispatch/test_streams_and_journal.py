@@ -81,6 +81,42 @@ def test_take_waits_for_outputs_and_errors() -> None:
     asyncio.run(main())
 
 
+def test_an_interval_holds_tokens_back_until_there_are_enough() -> None:
+    async def main() -> None:
+        stream = OpenStreams(3).open(1)
+        stream.put(output(1), ARRIVAL)
+        assert (await stream.take_first()).token_ids == (1,), "the first token waits for no other"
+        waiting = asyncio.create_task(stream.take())
+        for token_id in (2, 3):
+            await asyncio.sleep(0)
+            stream.put(output(token_id), ARRIVAL)
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        stream.put(output(4), ARRIVAL)
+        assert (await waiting).token_ids == (2, 3, 4)
+        stream.put(output(5), ARRIVAL)
+        stream.put(output(6, finish=FinishReason.LENGTH), ARRIVAL)
+        assert (await stream.take()).token_ids == (5, 6), "the end comes at once"
+
+    asyncio.run(main())
+
+
+def test_what_an_interval_holds_back_comes_before_a_failure() -> None:
+    async def main() -> None:
+        stream = TokenStream(4)
+        stream.put(output(1), ARRIVAL)
+        assert (await stream.take()).token_ids == (1,), "the first of a worker says that it lives"
+        waiting = asyncio.create_task(stream.take())
+        await asyncio.sleep(0)
+        stream.put(output(2), ARRIVAL)
+        stream.fail(WorkerLostError("gone"))
+        assert (await waiting).token_ids == (2,)
+        with pytest.raises(WorkerLostError, match="gone"):
+            await stream.take()
+
+    asyncio.run(main())
+
+
 def test_cancelled_take_can_be_taken_up_again() -> None:
     async def main() -> None:
         stream = TokenStream()
