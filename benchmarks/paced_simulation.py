@@ -35,7 +35,6 @@ BUSY = (0.5, 0.8)
 """Shares of the time for which the prefill workers compute, by the profile."""
 SECONDS = 60
 SLOWER = 8.0
-SEED = 0
 QUANTILES = {"p50": 0.5, "p90": 0.9}
 _TIMEOUT_S = 300.0
 
@@ -73,18 +72,18 @@ def compared(shape: Shape, trace: Path, profile: Path, port: int) -> list[dict[s
     flags = {"--engine": "paced", "--paced-profile": profile, "--disaggregation": "always"}
     sizes = {"--prefill": shape.prefill, "--decode": shape.decode}
     with cluster(port, *(str(word) for flag in (flags | sizes).items() for word in flag)):
-        return [at_load(shape, busy, trace, profile, port) for busy in BUSY]
+        return [at_load(shape, seed, trace, profile, port) for seed in range(len(BUSY))]
 
 
-def at_load(shape: Shape, busy: float, trace: Path, profile: Path, port: int) -> dict[str, Any]:
-    """One rate of a cluster that is up."""
-    paced = load_paced_profile(str(profile))
+def at_load(shape: Shape, seed: int, trace: Path, profile: Path, port: int) -> dict[str, Any]:
+    """One rate of a cluster that is up, with prompts of its own: nothing of them is cached."""
+    busy, paced = BUSY[seed], load_paced_profile(str(profile))
     rate, num_prompts = rate_of(shape, busy, trace, paced)
     options = bench_options(
         f"http://{HOST}:{port}",
         Trace("azure", trace, 1.0),
         num_prompts=num_prompts,
-        seed=SEED,
+        seed=seed,
         request_rate=rate,
         timeout_s=_TIMEOUT_S,
     )
@@ -92,7 +91,7 @@ def at_load(shape: Shape, busy: float, trace: Path, profile: Path, port: int) ->
     assert all(record.ok for record in records), "a paced cluster loses no request"
     measured = [(record.ttft or 0.0, record.tpot) for record in records]
     config = load_config(None, {"engine": "paced", "paced_profile": str(profile), "disaggregation": "always"})
-    asked = trace_workload(trace, num_prompts, 1.0, SEED).at_rate(rate)
+    asked = trace_workload(trace, num_prompts, 1.0, seed).at_rate(rate)
     ended = simulate(asked, shape, config, Profile.of_paced(paced))
     assert not any(request.error for request in ended), "nor does a simulated one"
     row = {"shape": str(shape), "busy": busy, "rate": rate, "requests": num_prompts}
@@ -102,7 +101,7 @@ def at_load(shape: Shape, busy: float, trace: Path, profile: Path, port: int) ->
 
 def rate_of(shape: Shape, busy: float, trace: Path, paced: PacedProfile) -> tuple[float, int]:
     """Requests/s for which the shape's prefill workers compute for this share of the time, and how many come in `SECONDS`."""
-    first: Workload = trace_workload(trace, 1000, 1.0, SEED)
+    first: Workload = trace_workload(trace, 1000, 1.0, 0)
     sample_s = sum(paced.prefill_s([(0, len(sample.prompt))]) for sample in first.samples) / len(first.samples)
     rate = busy * shape.prefill / sample_s
     return rate, max(1, round(rate * SECONDS))
