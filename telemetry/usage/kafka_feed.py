@@ -6,7 +6,7 @@
 
 It has a thread of its own and reads only what is on disk, so the log waits for nobody. Who dies between the reports and the
 place sends these lines once more. They have the same keys then: a message's key is the `id` of its line, and its value the
-line. A file that the log's bound removes before it was sent is counted as lost.
+line. Lines whose file is gone before they were sent are counted as lost: the log's bound or an operator has removed it.
 
 `confluent-kafka` is optional (`.venv/bin/pip install --editable '.[kafka]'`), and imported only where a topic is named.
 """
@@ -105,11 +105,12 @@ class KafkaFeed:
         self._path = usage_log.path.with_name(f"{usage_log.path.name}.kafka")
         self._books = threading.Lock()
         self._num_delivered = self._num_failures = self._num_lost = 0
-        self._num_added = 0  # changed by who writes the log, and by nobody else
+        self._added = (0, usage_log.end)
+        """Lines that were added since this began, and the place behind them. Only who writes the log changes it."""
         self._num_passed = 0
         """Lines that the place has gone past."""
         self._place = self._read_place()
-        self._num_behind = self._lines_behind()
+        self._num_behind = self._lines_between(self._place, usage_log.end)
         """Lines from the place on, when this began."""
         self._producer: Producer | None = None
         self._news = threading.Event()
@@ -119,7 +120,8 @@ class KafkaFeed:
     @property
     def state(self) -> KafkaState:
         """Counts of lines that wait, were delivered or were lost."""
-        lag = max(0, self._num_behind + self._num_added - self._num_passed)
+        num_added, _ = self._added
+        lag = max(0, self._num_behind + num_added - self._num_passed)
         return KafkaState(lag, self._num_delivered, self._num_lost, self._num_failures)
 
     def start(self) -> None:
@@ -135,7 +137,7 @@ class KafkaFeed:
 
     def added(self, num_lines: int) -> None:
         """Note that the log has so many lines more. For the thread that writes it; waits for nothing."""
-        self._num_added += num_lines
+        self._added = (self._added[0] + num_lines, self._log.end)
         self._news.set()
 
     def removing(self, number: int, path: Path) -> None:
@@ -193,14 +195,15 @@ class KafkaFeed:
 
     def _next_batch(self) -> _Batch | None:
         """The next lines that were not sent, as far as they are on disk. None if there are none."""
-        place, end = self._place_that_is_there(), self._log.end
-        while place < end:
+        end = self._log.end
+        while (place := self._place_that_is_there()) < end:
             lines, after = self._read(place, end)
             if lines:
                 return _Batch(lines, after)
             if place.number == end.number:
                 return None
-            place = Place(place.number + 1, 0)
+            with self._books:
+                self._place = max(self._place, Place(place.number + 1, 0))
         return None
 
     def _read(self, place: Place, end: Place) -> tuple[list[bytes], Place]:
@@ -220,14 +223,26 @@ class KafkaFeed:
         return lines, after
 
     def _place_that_is_there(self) -> Place:
-        """From where to go on: behind what was sent, unless somebody has removed that file or begun the log anew."""
+        """From where to go on: behind what was sent, unless somebody has removed that file or begun the log anew.
+
+        What is left is counted then, and lines that should be among it are lost.
+        """
         with self._books:
             numbers = self._log.numbers()
             if self._place.number not in numbers:
+                num_added, end = self._added
                 number = next((number for number in numbers if number > self._place.number), numbers[0])
-                self._place = Place(number, 0)
+                place = Place(number, 0)
+                num_gone = self._num_behind + num_added - self._num_passed - self._lines_between(place, end)
+                self._place = place
+                self._num_passed += num_gone
+                self._num_lost += max(0, num_gone)  # a log that was begun anew has more lines than were known
                 self._keep()
-                log.error("the usage log has lost the file that Kafka gets next; it goes on with file %d", number)
+                log.error(
+                    "the usage log has lost the file that Kafka gets next, with %d lines; it goes on with file %d",
+                    max(0, num_gone),
+                    number,
+                )
             return self._place
 
     def _delivered(self, batch: _Batch) -> bool:
@@ -302,14 +317,14 @@ class KafkaFeed:
         with file:
             return file.read(1) == b"\n"
 
-    def _lines_behind(self) -> int:
-        """Lines from the place on."""
-        place, num_lines = self._place, 0
-        for number in (number for number in self._log.numbers() if number >= place.number):
+    def _lines_between(self, place: Place, end: Place) -> int:
+        """Number of lines from a place up to `end`."""
+        num_lines = 0
+        for number in (number for number in self._log.numbers() if place.number <= number <= end.number):
             file = self._log.read_from(Place(number, place.offset if number == place.number else 0))
             if file is not None:
                 with file:
-                    num_lines += sum(1 for _ in whole_lines(file))
+                    num_lines += sum(1 for _ in whole_lines(file) if Place(number, file.tell()) <= end)
         return num_lines
 
     def _give_up_producer(self) -> None:

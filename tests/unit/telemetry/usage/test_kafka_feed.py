@@ -172,20 +172,42 @@ def test_what_the_bound_removes_first_is_counted(
     again.close()
 
 
+@pytest.mark.parametrize("removed", [1, 2], ids=["the next", "a later one"])
 def test_a_file_that_somebody_has_removed_is_passed_over(
-    tmp_path: Path, servers: str, topic: str, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, servers: str, topic: str, caplog: pytest.LogCaptureFixture, removed: int
 ) -> None:
     path = tmp_path / "usage.jsonl"
     feeding = Feeding(path, servers, topic, LogBounds(file_bytes=1000, kept_files=100))
     for number in range(1, 11):
         feeding.append(number)
-    (tmp_path / "usage.jsonl.1").unlink()
+    (tmp_path / f"usage.jsonl.{removed}").unlink()
     left = ids_of(path)
     feeding.feed.start()
-    feeding.until(lambda state: state.delivered == len(left))
+    feeding.append(11)
+    feeding.until(lambda state: state.delivered == len(left) + 1)
     feeding.close()
-    assert set(read_back(servers, topic, lambda found: len(found) >= len(left))[0]) == set(left)
-    assert "has lost the file" in caplog.text
+    assert feeding.feed.state == KafkaState(lag=0, delivered=len(left) + 1, lost=10 - len(left), failures=0)
+    found, _ = read_back(servers, topic, lambda found: len(found) > len(left))
+    assert set(found) == {*left, "a1-11"}
+    assert f"has lost the file that Kafka gets next, with {10 - len(left)} lines" in caplog.text
+    again = Feeding(path, servers, topic)
+    assert again.feed.state == KafkaState(lag=0, delivered=0, lost=10 - len(left), failures=0), "and it is remembered"
+    again.close()
+
+
+def test_a_line_is_no_loss_while_it_is_written_but_not_yet_told_of(tmp_path: Path, servers: str, topic: str) -> None:
+    path = tmp_path / "usage.jsonl"
+    feeding = Feeding(path, servers, topic, LogBounds(file_bytes=1000, kept_files=100))
+    for number in range(1, 11):
+        feeding.append(number)
+    (tmp_path / "usage.jsonl.1").unlink()
+    num_left = len(ids_of(path))
+    num_added = feeding.book.append([event(11)])
+    feeding.feed.start()
+    feeding.until(lambda state: state.delivered == num_left + num_added)
+    feeding.feed.added(num_added)
+    feeding.close()
+    assert feeding.feed.state == KafkaState(lag=0, delivered=num_left + num_added, lost=10 - num_left, failures=0)
 
 
 def test_whatever_happens_the_feed_goes_on_after_a_pause(
