@@ -56,10 +56,11 @@ def resolve(name: str, served_model_name: str | None = None) -> Model:
     path = Path(os.path.expanduser(name))  # Path's own raises for `~` of no user
     try:
         is_folder, is_file = path.is_dir(), path.is_file()
+        has_config = is_folder and (path / CONFIG).is_file()
     except OSError as error:
         raise model_error(f"model {name!r:.200} can't be looked up: {error.strerror}") from None
     if is_folder:
-        if not (path / CONFIG).is_file():
+        if not has_config:
             raise model_error(f"{path}: the directory has no {CONFIG}")
         return model_from_directory(path.absolute(), served_model_name or path.absolute().name)
     if is_file:

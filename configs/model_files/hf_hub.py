@@ -6,6 +6,7 @@ all workers of a machine see the same files.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,7 +60,7 @@ def whole_snapshot(repo_id: str) -> Path | None:
 
 
 def _is_whole(folder: Path) -> bool:
-    if not (folder / CONFIG).exists() or not (folder / TOKENIZER).exists():
+    if not os.path.exists(folder / CONFIG) or not os.path.exists(folder / TOKENIZER):  # Path's own raises for EACCES
         return False
     try:
         weight_files_of(folder)
@@ -69,13 +70,13 @@ def _is_whole(folder: Path) -> bool:
 
 
 def local_snapshots() -> list[Snapshot]:
-    """Return the newest snapshot of every model in the hub's cache, sorted by name."""
+    """Return the newest snapshot of every model in the hub's cache, sorted by name; none of a cache that can't be read."""
     from huggingface_hub import constants, scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
     try:
         repos = scan_cache_dir(constants.HF_HUB_CACHE).repos  # by default a copy of it, as it was at the first import
-    except CacheNotFound:
+    except (CacheNotFound, OSError):
         return []
     found = []
     for repo in repos:

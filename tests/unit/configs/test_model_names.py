@@ -126,6 +126,42 @@ def test_a_cache_that_cant_be_entered(
         resolve("smollm2")
 
 
+def forbid(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Have this process see that there is a folder, and nothing in it."""
+    real = os.stat
+
+    def guarded(path: Any, *args: Any, **options: Any) -> os.stat_result:
+        if folder in Path(str(path)).parents:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(os, "stat", guarded)
+
+
+def test_a_model_folder_that_cant_be_entered(make_directory: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_directory("private")
+    forbid(monkeypatch, folder)
+    with pytest.raises(ConfigError, match=r"private' can't be looked up: Permission denied"):
+        resolve(str(folder))
+
+
+def test_a_hub_cache_that_cant_be_entered(
+    hub_cache: Path, make_directory: Files, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_into(hub_cache, "org/ours", make_directory("a"))
+    forbid(monkeypatch, hub_cache)
+    assert [model.name for model in list_models()] == ["smollm2"]
+    assert not is_here("org/ours")
+
+
+def test_a_hub_model_that_cant_be_entered(
+    hub_cache: Path, make_directory: Files, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forbid(monkeypatch, put_into(hub_cache, "org/ours", make_directory("a")))
+    assert [model.name for model in list_models()] == ["smollm2"]
+    assert not is_here("org/ours")
+
+
 @pytest.mark.parametrize(
     ("name", "says"),
     [
