@@ -21,7 +21,15 @@ Positive = Annotated[int, Field(gt=0)]
 Text = Annotated[str, Field(min_length=1)]
 BearerKey = Annotated[Text, Field(pattern=r"^[!-~]([ -~]*[!-~])?$")]
 """A key that a client can send in a header: printable ASCII, without a space at either end."""
-LocalPath = Annotated[Text, AfterValidator(lambda path: os.path.abspath(os.path.expanduser(path)))]
+
+
+def _local_path(path: str) -> str:
+    if "\0" in path:
+        raise ValueError("a path has no zero bytes")
+    return os.path.abspath(os.path.expanduser(path))
+
+
+LocalPath = Annotated[Text, AfterValidator(_local_path)]
 """A path, made absolute where the configuration is read, since routers run in other directories."""
 HostName = Annotated[str, Field(pattern=r"^[^\s/:@*\[\]]+$|^\[[0-9A-Fa-f:.]+\]$"), AfterValidator(str.lower)]
 """A name or an address as it stands in a Host header, without a port."""
@@ -30,6 +38,7 @@ Origin = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9+.-]*://[^/\s*]+$"), 
 TransportName = Literal["auto", "shared_memory", "gloo", "cuda_ipc", "nccl"]
 Priority = Annotated[int, Field(ge=-20, le=20)]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
+Gib = Annotated[float, Field(gt=0, le=2**20)]
 RouterCount = Annotated[int, Field(ge=1, le=MAX_ROUTERS)]
 
 
@@ -121,7 +130,7 @@ class PoolConfig(_Section):
     """Number of workers to begin with. It may be 0 where requests can wake the role (`autoscale`)."""
     max_workers: Annotated[int, Field(ge=1, le=1024)] = 64
     """Most workers that `scale` may ask for. What fits into memory may be less."""
-    tensor_parallel_size: Positive = 1
+    tensor_parallel_size: Annotated[int, Field(gt=0, le=1024)] = 1
     """Ranks that compute one worker's model together: `configs.sharding` says which sizes a model has."""
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Cores per worker; None shares the machine's cores between the workers of both roles."""
@@ -241,11 +250,11 @@ class ResumableConfig(_Section):
 class KvOffloadingConfig(_Section):
     """Where the KV of earlier prompts and answers lies besides the workers' pools. What lies on disk is prompt content."""
 
-    memory_gib: Annotated[float, Field(gt=0)] | None = None
+    memory_gib: Gib | None = None
     """GiB of each node's memory for what its workers' pools let go (`/dev/shm`); None is no memory tier."""
     disk_dir: LocalPath | None = None
     """Folder on each node's disk for the same, which survives restarts. It is made, closed to other users."""
-    disk_gib: Annotated[float, Field(gt=0)] | None = None
+    disk_gib: Gib | None = None
     """GiB that it may take."""
 
     @property
