@@ -21,6 +21,15 @@ _FIELDS: Mapping[str, tuple[str, type]] = {
     "/admin/rollout": ("revision", int),
 }
 """What a Tandem cluster always answers at these paths: a field and its type."""
+_JSON = {"Content-Type": "application/json"}
+
+
+def json_of(value: Any) -> bytes:
+    """Return a value as JSON. Raises InvalidRequestError for what JSON can't hold: NaN, a date of YAML, undecodable bytes."""
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"a value can't be written as JSON: {error}") from None
 
 
 class ApiClient:
@@ -67,7 +76,7 @@ class ApiClient:
         """
         timeout = httpx.Timeout(_STREAM_S, connect=_CONNECT_S)
         try:
-            with self._client.stream("POST", path, json=body, timeout=timeout) as answer:
+            with self._client.stream("POST", path, content=json_of(body), headers=_JSON, timeout=timeout) as answer:
                 if answer.status_code != httpx.codes.OK:
                     answer.read()
                     raise _error_in(answer)
@@ -81,8 +90,9 @@ class ApiClient:
 
     def _call(self, method: str, path: str, body: Any, answer_s: float | None = None) -> httpx.Response:
         timeout = httpx.Timeout(_ANSWER_S if answer_s is None else answer_s, connect=_CONNECT_S)
+        content, headers = (None, None) if body is None else (json_of(body), _JSON)
         try:
-            answer = self._client.request(method, path, json=body, timeout=timeout)
+            answer = self._client.request(method, path, content=content, headers=headers, timeout=timeout)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise self._unreachable(error) from None
         if answer.status_code != httpx.codes.OK:

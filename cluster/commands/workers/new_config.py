@@ -11,11 +11,11 @@ from typing import Any
 
 from rich.console import Console
 
-from cluster.commands.lib.http_client import ApiClient
+from cluster.commands.lib.http_client import ApiClient, json_of
 from cluster.commands.lib.tables import rollout_lines
 from cluster.commands.lib.waiting import Status, wait_for
 from configs.loader import read_values
-from protocol.errors import InvalidRequestError, UnavailableError
+from protocol.errors import ConfigError, InvalidRequestError, UnavailableError
 
 _LONGEST_S = 7 * 86_400.0
 """Seconds for which the command looks on. A cluster without requests has no verdict."""
@@ -36,9 +36,15 @@ def parse_share(text: str) -> float:
 def try_config(client: ApiClient, path: Path, canary: float, watch_s: float, min_requests: int) -> None:
     """Have the cluster roll out the keys of a file, and look on until it is done.
 
-    Raises InvalidRequestError if it can't be rolled out, UnavailableError if it was rolled back.
+    Raises ConfigError if the file can't be sent, InvalidRequestError if it can't be rolled out, UnavailableError if it was
+    rolled back.
     """
-    body = {"action": "start", "config": read_values(path), "canary": canary, "watch_s": watch_s, "min_requests": min_requests}
+    config = read_values(path)
+    try:
+        json_of(config)
+    except InvalidRequestError as error:
+        raise ConfigError(f"{path}: {error.message}", param="config") from None
+    body = {"action": "start", "config": config, "canary": canary, "watch_s": watch_s, "min_requests": min_requests}
     revision = client.post("/admin/rollout", body)["revision"]
     console = Console(stderr=True)
     with console.status("rolling out") as progress:

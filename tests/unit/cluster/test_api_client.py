@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from cluster.commands.lib.http_client import ApiClient
-from protocol.errors import UnavailableError
+from protocol.errors import InvalidRequestError, UnavailableError
 
 
 class _Healthy(BaseHTTPRequestHandler):
@@ -102,3 +102,12 @@ def test_authorities_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None
 def test_what_is_no_url(url: str) -> None:
     with pytest.raises(UnavailableError, match="is no URL"):
         ApiClient(url, None)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), datetime.date(2026, 1, 1), {1, 2}, "\udcff"])
+def test_what_json_can_not_hold_is_refused_before_it_is_sent(value: object) -> None:
+    client = ApiClient("http://127.0.0.1:1", None)
+    with pytest.raises(InvalidRequestError, match="can't be written as JSON"):
+        client.post("/admin/cache", {"tenant": value})
+    with pytest.raises(InvalidRequestError, match="can't be written as JSON"):
+        next(client.stream("/v1/chat/completions", {"messages": [value]}))

@@ -9,7 +9,7 @@ import pytest
 
 from cluster.commands.lib.http_client import ApiClient
 from cluster.commands.workers.new_config import abort, try_config
-from protocol.errors import UnavailableError
+from protocol.errors import ConfigError, UnavailableError
 
 
 def rollout(phase: str, revision: int = 2) -> dict[str, Any]:
@@ -78,3 +78,10 @@ def test_an_abort_says_what_the_workers_have(capsys: pytest.CaptureFixture[str])
     with pytest.raises(UnavailableError, match="too late: the workers have the new configuration"):
         abort(client(rollout("replacing"), rollout("done")))
     assert "former" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", [".nan", "2026-01-01", "!!set {a, b}"])
+def test_a_file_that_json_can_not_hold_is_named(changes: Path, value: str) -> None:
+    changes.write_text(f"hf_overrides: {value}")
+    with pytest.raises(ConfigError, match=r"changes.yaml: .*can't be written as JSON"):
+        try_config(client(), changes, 0.1, 1.0, 20)
