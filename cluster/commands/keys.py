@@ -76,9 +76,7 @@ def add(
         "expires": ends,
     }
     note = _auditor(loaded)
-    given = add_key(path, values)
-    note("key_added", key=given.split("-")[1], tenant=tenant, tier=tier)  # first, since the output may be closed or full
-    typer.echo(given)
+    typer.echo(add_key(path, values, lambda key_id: note("key_added", key=key_id, tenant=tenant, tier=tier)))
 
 
 @keys.command("list")
@@ -134,8 +132,7 @@ def revoke(
 
     loaded = _config(keys_file, config, audit_log)
     path, note = _file(loaded), _auditor(loaded)
-    revoke_key(path, key_id)
-    note("key_revoked", key=key_id)
+    revoke_key(path, key_id, lambda key_id: note("key_revoked", key=key_id))
     typer.echo(f"{key_id} is revoked")
 
 
@@ -157,7 +154,7 @@ def _file(config: ClusterConfig) -> Path:
 def _auditor(config: ClusterConfig) -> Callable[..., None]:
     """Return what notes a change of keys in the audit log, if there is one: `note(event, key=...)`.
 
-    Raises ConfigError if the log can't be written, so that nothing is changed that would not be noted.
+    Raises ConfigError if the log can't be written, and so does the note: nothing is changed that would not be noted.
     """
     from telemetry.audit_file import AuditFile, audit_line
 

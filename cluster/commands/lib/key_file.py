@@ -1,6 +1,6 @@
 """Edits of the file of API keys: one at a time, and each of them wholly or not at all.
 
-lock `<file>.lock` ─► read ─► change ─► write beside it, fsync ─► rename over it ─► unlock
+lock `<file>.lock` ─► read ─► change ─► write beside it, fsync ─► note in the audit log ─► rename over it ─► unlock
 
 A symbolic link stands for its file, so that all names of a file share one lock, and a key is revoked under all of them.
 
@@ -17,9 +17,10 @@ import contextlib
 import fcntl
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,15 @@ from pydantic import JsonValue, ValidationError
 from protocol.errors import ConfigError
 from router.access.keys import ApiKey, new_entry, new_secret, read_entries, render_entries
 
+Note = Callable[[str], None]
+"""Is told of a key's id when its change is about to take effect. If it raises, nothing changes."""
 
-def add_key(path: Path, values: dict[str, Any]) -> str:
+
+def _unnoted(key_id: str) -> None:
+    """The note where nobody keeps one."""
+
+
+def add_key(path: Path, values: dict[str, Any], note: Note = _unnoted) -> str:
     """Add a key with these `values` of ApiKey; makes the file if there is none. Returns the key, which is kept nowhere.
 
     Raises ConfigError.
@@ -41,14 +49,14 @@ def add_key(path: Path, values: dict[str, Any]) -> str:
         first = invalid.errors(include_url=False)[0]
         name = str(first["loc"][0])
         raise ConfigError(f"{name}: {first['msg']}, not {first['input']!r:.40}", param=name) from None
-    with _edited(path, may_be_new=True) as entries:
+    with _edited(path, partial(note, key_id), may_be_new=True) as entries:
         entries[key_id] = new_entry(key)
     return given
 
 
-def revoke_key(path: Path, key_id: str) -> None:
+def revoke_key(path: Path, key_id: str, note: Note = _unnoted) -> None:
     """Refuse a key from now on. Raises ConfigError if there is none of this id, or if it was revoked before."""
-    with _edited(path, may_be_new=False) as entries:
+    with _edited(path, partial(note, key_id), may_be_new=False) as entries:
         if key_id not in entries:
             raise ConfigError(f"{path} has no key {key_id!r:.100}; `tandem keys list` shows them", param="id")
         entry = entries[key_id]
@@ -60,8 +68,8 @@ def revoke_key(path: Path, key_id: str) -> None:
 
 
 @contextmanager
-def _edited(path: Path, *, may_be_new: bool) -> Iterator[dict[str, JsonValue]]:
-    """The file's entries by key id, to be changed inside; written back unless something is raised."""
+def _edited(path: Path, note: Callable[[], None], *, may_be_new: bool) -> Iterator[dict[str, JsonValue]]:
+    """The file's entries by key id, to be changed inside; noted and written back unless something is raised."""
     path = Path(os.path.realpath(path))  # of a link it is the file that is locked and replaced
     try:
         if not (may_be_new and not path.exists()):
@@ -70,12 +78,12 @@ def _edited(path: Path, *, may_be_new: bool) -> Iterator[dict[str, JsonValue]]:
             fcntl.flock(lock, fcntl.LOCK_EX)  # held for a few milliseconds by whoever edits
             entries = {} if may_be_new and not path.exists() else read_entries(path)
             yield entries
-            _replace(path, render_entries(entries))
+            _replace(path, render_entries(entries), note)
     except OSError as error:
         raise ConfigError(f"{path}: can't be written: {error.strerror}", param="http.keys_file") from None
 
 
-def _replace(path: Path, data: bytes) -> None:
+def _replace(path: Path, data: bytes, note: Callable[[], None]) -> None:
     descriptor, temporary = tempfile.mkstemp(prefix=f"{path.name}.", dir=path.parent)  # readable by its owner alone
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -83,6 +91,7 @@ def _replace(path: Path, data: bytes) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
+        note()
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from unittest.mock import Mock
@@ -9,6 +10,7 @@ from unittest.mock import Mock
 import pytest
 
 from cluster.commands import cli
+from telemetry.audit_file import AuditFile
 
 
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -59,6 +61,34 @@ def test_changes_are_noted_in_the_audit_log_without_the_secret(
     code, _, err = run(monkeypatch, capsys, "keys", "add", "--tenant", "zoo", "--audit-log", str(tmp_path / "no" / "log"))
     assert (code, "the audit log can't be written" in err) == (2, True)
     assert "zoo" not in (tmp_path / "keys.json").read_text(), "nothing changes that would not be noted"
+
+
+def test_nothing_changes_that_the_audit_log_can_not_take(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """It is looked at beforehand, and may be full or gone by the time of the change."""
+    path = tmp_path / "keys.json"
+    monkeypatch.setenv("TANDEM_KEYS_FILE", str(path))
+    key = run(monkeypatch, capsys, "keys", "add", "--tenant", "acme")[1].split("-")[1]
+    before = path.read_bytes()
+    monkeypatch.setattr(AuditFile, "check", lambda file: None)
+    log = ["--audit-log", str(tmp_path / "no" / "log")]
+    for arguments in (["add", "--tenant", "zoo"], ["revoke", key]):
+        code, out, err = run(monkeypatch, capsys, "keys", *arguments, *log)
+        assert (code, out, "the audit log can't be written" in err) == (2, "", True)
+        assert path.read_bytes() == before
+    assert {each.name for each in tmp_path.iterdir()} == {"keys.json", "keys.json.lock"}
+
+
+def test_what_the_key_file_can_not_take_is_not_noted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    log = tmp_path / "audit.jsonl"
+    monkeypatch.setattr("os.fsync", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    arguments = ["--tenant", "zoo", "--keys-file", str(tmp_path / "keys.json"), "--audit-log", str(log)]
+    code, _, err = run(monkeypatch, capsys, "keys", "add", *arguments)
+    assert (code, "can't be written: No space left" in err) == (2, True)
+    assert log.read_bytes() == b""
 
 
 @pytest.mark.parametrize(
