@@ -97,9 +97,9 @@ def print_report(finished: Finished, console: Console) -> None:
 
 def check_file(path: Path, param: str) -> None:
     """Raise InvalidRequestError, naming the flag, if no file can be written at `path`; before the run, not after it."""
-    if path.exists() and not (path.is_file() or path.is_dir()):
-        return  # a device or a pipe, which may wait for its reader
     try:
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            return  # a device or a pipe, which may wait for its reader
         is_new = not os.path.lexists(path)
         path.open("ab").close()
         if is_new:

@@ -36,7 +36,8 @@ def certify(
     ends it; the report then has what was found until then.
     """
     from certify.catalogue import chosen_parts
-    from certify.report import verdict, write_report
+    from certify.report import MARKDOWN, verdict, write_report
+    from loadtest.report import check_file
 
     parts = chosen_parts(part or ())
     if list_parts:
@@ -51,6 +52,7 @@ def certify(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InvalidRequestError(f"{folder}: can't be made: {error.strerror}", param="output") from None
+    check_file(folder / MARKDOWN, "output")
     about = {"version": __version__, "date": time.strftime("%Y-%m-%d %H:%M"), "device": device, "system": platform.system()}
     results: list[PartResult] = []
     text = ""

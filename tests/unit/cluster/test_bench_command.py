@@ -70,6 +70,8 @@ def test_what_can_not_be_written_is_found_before_the_run(
         ("--save-result", "--result-dir", str(file)),
         ("--save-result", "--result-dir", str(tmp_path), "--result-filename", "."),
         ("--plot", str(tmp_path / "none" / "x.png")),
+        ("--plot", str(tmp_path / f"{'x' * 300}.png")),
+        ("--save-result", "--result-dir", str(tmp_path), "--result-filename", "x" * 300),
     ):
         assert run(monkeypatch, *flags) == 2
         assert "can't be written" in capsys.readouterr().err

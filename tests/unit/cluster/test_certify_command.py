@@ -48,6 +48,16 @@ def test_an_unknown_part_is_refused() -> None:
     assert isinstance(result.exception, InvalidRequestError)
 
 
+def test_a_folder_that_no_report_can_be_written_to_is_found_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "run_part", lambda *given: pytest.fail("a part runs"))
+    (tmp_path / "report.md").mkdir()
+    result = tandem("--device", "cpu", "--output", str(tmp_path))
+    assert isinstance(result.exception, InvalidRequestError)
+    assert result.exception.message == f"{tmp_path}/report.md: can't be written: Is a directory"
+
+
 @pytest.mark.slow
 def test_a_rehearsal_of_some_parts(tmp_path: Path) -> None:
     result = tandem("--device", "cpu", "--part", "machine", "--part", "steps", "--part", "ranks", "--output", str(tmp_path))
