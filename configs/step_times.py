@@ -2,7 +2,7 @@
 
 A prefill step of chunks (start, n) takes base(sum of n) + pair_s * sum of n * (start + n / 2): products with weights, then the
 pairs of tokens that attention looks at. A decode step of B streams takes base(B) + token_s(B) * tokens in all their contexts.
-base and token_s are linear between measured points, and go on as they end.
+base and token_s are linear between measured points, and go on as they end. No step takes less than a nanosecond.
 
 Who uses them: the simulator (`simulator.profile`), and workers that keep a clock's time (`engine.paced`).
 """
@@ -18,6 +18,9 @@ from itertools import pairwise
 from pydantic import BaseModel, ConfigDict
 
 from configs.profiles import DecodeTime, PrefillTime
+
+_LEAST_S = 1e-9
+"""What a step takes where lines that go on as they end are at 0: others divide by it."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +65,12 @@ class StepTimes(BaseModel):
         """Seconds of a step of chunks (start, number of tokens)."""
         tokens = sum(n for _, n in chunks)
         pairs = sum(n * (start + n / 2) for start, n in chunks)
-        return self._prefill_base(tokens) + self._pair_s * pairs
+        return max(_LEAST_S, self._prefill_base(tokens) + self._pair_s * pairs)
 
     def decode_s(self, batch: float, context: float) -> float:
         """Seconds of a step of `batch` streams of `context` tokens each."""
         base, token = self.decode_parts(batch)
-        return base + token * batch * context
+        return max(_LEAST_S, base + token * batch * context)
 
     def decode_parts(self, batch: float) -> tuple[float, float]:
         """(base, token): a step of so many streams takes base + token * tokens of context of all together."""

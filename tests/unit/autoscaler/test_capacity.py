@@ -10,9 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoscaler.capacity import Capacity, Pace, Slo, WorkerLimits, learned_times
-from autoscaler.demand import Lengths
+from autoscaler.demand import Demand, InTime, Lengths, RoleState
+from autoscaler.trust import Trust
 from configs.loader import load_config
 from configs.paced.profile import load_paced_profile
+from configs.profiles import DecodeTime, PrefillTime
 from configs.step_times import StepTimes
 from protocol.messages.workers import Role
 from simulator.cluster import Shape, simulate
@@ -124,3 +126,21 @@ def test_a_limit_that_nobody_can_keep_does_not_want_everybody() -> None:
     assert hopeless.prefill(1.0, LENGTHS, Pace()) < 5
     few = Capacity(PACED, SLO, LIMITS, colocated=False, most=3)
     assert few.decode(1e4, LENGTHS, Pace()) == few.prefill(1e4, LENGTHS, Pace()) == 3
+
+
+def test_a_step_takes_some_time_where_the_lines_of_a_profile_get_to_zero() -> None:
+    """Lines that go on below their first point, and above their last one, as these end, get to 0."""
+    times = StepTimes(
+        prefill=(PrefillTime(tokens=64, start=0, seconds=0.001), PrefillTime(tokens=128, start=0, seconds=0.01)),
+        decode=(DecodeTime(batch=1, context=10, seconds=0.02), DecodeTime(batch=2, context=10, seconds=0.001)),
+    )
+    short = Lengths(prompt_tokens=8.0, computed_share=1.0, variation=1.0, answer_tokens=200.0)
+    roles = {Role.PREFILL: RoleState(workers=1), Role.DECODE: RoleState(workers=1, running=8, step_s=0.02, held_tokens=80)}
+    none = InTime(None, None)
+    demand = Demand(1.0, short, 0, first_tokens=none, paced=none, roles=roles, prefill_s=1e-4, prompt_s=None, idle_s=0.0)
+    pace = Trust(0.95).pace(demand, times)
+    assert pace.prefill > 1.0
+    assert pace.decode > 1.0
+    for colocated in (False, True):
+        reckoned = Capacity(times, SLO, LIMITS, colocated=colocated)
+        assert reckoned.prefill(1.0, short, pace) == reckoned.decode(1.0, short, pace) == 1
