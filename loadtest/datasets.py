@@ -176,7 +176,7 @@ def mooncake_rows(path: Path) -> list[TraceRow]:
             hash_ids = tuple(int(each) for each in values["hash_ids"])
             arrival_s = float(values["timestamp"]) / 1000
             lengths = int(values["input_length"]), int(values["output_length"])
-        except (ValueError, TypeError, KeyError, OverflowError) as error:
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             raise _bad(path, number, f"{type(error).__name__} {error}") from None
         if len(hash_ids) * _BLOCK_TOKENS < lengths[0]:
             raise _bad(path, number, f"{len(hash_ids)} blocks of {_BLOCK_TOKENS} don't cover {lengths[0]} tokens")
@@ -192,7 +192,7 @@ def conversations(path: Path) -> list[tuple[str, str]]:
     try:
         entries = json.loads(read_text(path))
         found = [_first_turns(entry) for entry in entries]
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise _bad(path, None, f"no list of conversations: {type(error).__name__} {error}") from None
     turns = [each for each in found if each is not None]
     if not turns:

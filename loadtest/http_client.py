@@ -105,7 +105,7 @@ class HttpClient:
             raise StatusError(status, answer)
         try:
             return json.loads(answer)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise UnavailableError(f"{path}: the answer is no JSON: {_said(answer)}") from None
 
     async def _exchange(self, method: str, path: str, body: bytes, on_event: OnEvent | None) -> tuple[int, bytes]:
@@ -240,5 +240,5 @@ def _said(body: bytes) -> str:
     """An error's own sentence, if it is in OpenAI's shape, else its beginning."""
     try:
         return str(json.loads(body)["error"]["message"])[:300]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return body[:200].decode("utf-8", "replace")

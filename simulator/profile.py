@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from configs.paced.profile import PacedProfile
 from configs.profiles import MachineProfile
@@ -87,7 +87,7 @@ class Profile(StepTimes):
             profile = cls.model_validate(json.loads(path.read_text(encoding="utf-8")))
         except OSError as error:
             raise InvalidRequestError(f"{path}: can't be read: {error.strerror}", param="profile") from None
-        except (ValueError, ValidationError) as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidRequestError(f"{path}: this is no profile: {' '.join(str(error).split())}", param="profile") from None
         if (problem := profile._problem()) is not None:
             raise InvalidRequestError(f"{path}: {problem}", param="profile")

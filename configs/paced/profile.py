@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from configs.profiles import DecodeTime, PrefillTime, StepSizes
 from configs.step_times import StepTimes
@@ -107,7 +107,7 @@ def load_paced_profile(name: str) -> PacedProfile:
     except OSError as error:
         known = ", ".join(BUILT_IN)
         raise ConfigError(f"{name}: can't be read: {error.strerror}; give {known}, or a file", param=_PARAM) from None
-    except (ValueError, ValidationError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{name}: this is no profile: {' '.join(str(error).split())}", param=_PARAM) from None
     if (problem := profile.what_lacks()) is not None:
         raise ConfigError(f"{name}: {problem}", param=_PARAM)

@@ -89,5 +89,5 @@ def read_speculative(value: Any) -> Any:
         return value
     try:
         return json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ValueError('should be JSON, such as {"method": "ngram", "num_speculative_tokens": 4}') from None

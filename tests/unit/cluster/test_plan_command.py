@@ -102,6 +102,14 @@ def test_the_context_is_the_models_where_the_model_is_here(
     assert "prompt (100) and answer (4) exceed the model's context (103)" in capsys.readouterr().out
 
 
+def test_a_profile_that_is_nested_too_deeply_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    assert tandem(monkeypatch, "--dataset", "random", "--profile", str(tmp_path / "deep.json")) == 2
+    assert "deep.json: this is no profile: maximum recursion depth exceeded" in capsys.readouterr().err
+
+
 def test_too_few_requests_are_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     lengths = ("--random-input-len", "64", "--random-output-len", "16", "--num-prompts", "30", "--max-workers", "2")
     assert tandem(monkeypatch, "--dataset", "random", *lengths, "--slo", "ttft:5000", "--rate", "1000") == 0

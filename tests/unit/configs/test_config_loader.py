@@ -169,6 +169,7 @@ def test_how_tokens_are_guessed_is_read_from_json_and_from_yaml(yaml_file: Path)
     ("value", "param", "says"),
     [
         ("{", "speculative_config", "should be JSON"),
+        ("[" * 100_000, "speculative_config", "should be JSON"),
         ("3", "speculative_config", "mapping"),
         ({"method": "ngram"}, "speculative_config.num_speculative_tokens", "required"),
         ({"method": "eagle"}, "speculative_config.method", "eagle is not built; methods are ngram, draft_model"),

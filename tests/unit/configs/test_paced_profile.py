@@ -100,7 +100,9 @@ def test_a_step_that_stands_there_twice_is_refused(tmp_path: Path) -> None:
         load_paced_profile(str(path))
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"name": "x"}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", "[" * 100_000, '{"name": "x"}'], ids=["empty", "list", "cut off", "deep", "other"]
+)
 def test_a_file_that_is_no_profile_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "no.json"
     path.write_text(text)

@@ -57,6 +57,19 @@ def json_answer(writer: asyncio.StreamWriter) -> bool:
     return True
 
 
+def test_an_answer_that_is_nested_too_deeply_is_no_json() -> None:
+    async def answer(writer: asyncio.StreamWriter, number: int) -> bool:
+        writer.write(HEAD + b"content-length: 100000\r\n\r\n" + b"[" * 100_000)
+        return True
+
+    async def main() -> None:
+        async with Server(answer).client() as client:
+            with pytest.raises(UnavailableError, match=r"/v1/models: the answer is no JSON: \["):
+                await client.get("/v1/models")
+
+    asyncio.run(main())
+
+
 def test_a_request_that_the_server_worked_on_is_not_sent_again() -> None:
     async def answer(writer: asyncio.StreamWriter, number: int) -> bool:
         if number < 3:

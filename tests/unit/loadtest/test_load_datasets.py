@@ -147,6 +147,9 @@ def test_mooncake_files(tmp_path: Path) -> None:
         with pytest.raises(InvalidRequestError, match="line 2") as error:
             mooncake_rows(path)
         assert error.value.param == "dataset_path"
+    path.write_text("[" * 100_000)
+    with pytest.raises(InvalidRequestError, match="line 1: RecursionError"):
+        mooncake_rows(path)
 
 
 def test_sharegpt_files(tmp_path: Path) -> None:
@@ -154,7 +157,7 @@ def test_sharegpt_files(tmp_path: Path) -> None:
     turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}]
     path.write_text(json.dumps([{"conversations": turns}, {"conversations": turns[:1]}]))
     assert conversations(path) == [("Hi", "Hello.")]
-    for text in ("{", "[1]", "[]", '[{"conversations": []}]', '{"a": 1}'):
+    for text in ("{", "[" * 100_000, "[1]", "[]", '[{"conversations": []}]', '{"a": 1}'):
         path.write_text(text)
         with pytest.raises(InvalidRequestError, match=r"chats\.json"):
             conversations(path)

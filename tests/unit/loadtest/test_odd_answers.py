@@ -7,6 +7,7 @@ import json
 import pytest
 
 from loadtest.cache_shares import cache_figures
+from loadtest.http_client import StatusError
 from loadtest.records import RequestRecord
 from loadtest.server import AnswerWatch
 
@@ -57,6 +58,10 @@ def test_a_usage_that_makes_no_sense_fails_its_request_alone(usage: str, words: 
     assert other.ok
     assert cache_figures([record, other]) == {"total_cached_tokens": 3, "cached_share": 0.75}
     json.dumps(record.server_times, allow_nan=False)
+
+
+def test_a_refusal_that_is_nested_too_deeply_is_told_by_its_beginning() -> None:
+    assert StatusError(500, b"[" * 100_000).message == f"500: {'[' * 200}"
 
 
 @pytest.mark.parametrize(
