@@ -42,6 +42,11 @@ class StatusError(UnavailableError):
         self.status = status
 
 
+def stands_in_a_head(url: str) -> bool:
+    """Tell whether a URL, or a part of one, can be written into the head of a request: without blanks and controls."""
+    return url.isprintable() and " " not in url
+
+
 class HttpClient:
     """A client of one server. `close` ends all connections. Raises InvalidRequestError for what is no http(s) URL."""
 
@@ -53,7 +58,7 @@ class HttpClient:
             (parts.hostname or "").encode("idna")  # as the resolver does
         except ValueError:
             raise no_url from None
-        if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
+        if parts.scheme not in ("http", "https") or not parts.hostname or port == 0 or not stands_in_a_head(base_url):
             raise no_url
         self._host = parts.hostname
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None

@@ -16,6 +16,7 @@ from loadtest import metrics
 from loadtest.arrivals import check_rate, check_time_scale
 from loadtest.conversations import ConversationShape, Distribution
 from loadtest.datasets import MOST_TOKENS, NAMES, TRACES, Lengths
+from loadtest.http_client import stands_in_a_head
 from loadtest.server import ENDPOINTS, Backend
 from protocol.errors import InvalidRequestError
 
@@ -111,7 +112,8 @@ class BenchOptions:
         self._check(self.seed >= 0, "seed must be at least 0", "seed")
         self._check(0 <= self.temperature <= 2, "temperature must be from 0 to 2", "temperature")
         self._check(self.timeout_s > 0, "timeout must be over 0", "timeout")
-        self._check(self.path.startswith("/"), "endpoint is a path, such as /v1/completions", "endpoint")
+        is_path = self.path.startswith("/") and stands_in_a_head(self.path)
+        self._check(is_path, "endpoint is a path, without blanks, such as /v1/completions", "endpoint")
         if self.multi_turn:
             self._check_conversations()
         else:

@@ -125,12 +125,21 @@ def test_a_server_that_is_not_there() -> None:
         bench(OpenAiServer(status=503), num_warmups=1)
 
 
-@pytest.mark.parametrize(
-    "url", ["ftp://x", "http://", "http://x:0", "http://x:eight", "http://[::1", "http://a..b", "http://ü..x"]
-)
+_NO_URLS = ("ftp://x", "http://", "http://x:0", "http://x:eight", "http://[::1", "http://a..b", "http://ü..x")
+_NO_PATHS = ("/a b", "/a\r\nx: y", "/a\0", "/\udcff")
+
+
+@pytest.mark.parametrize("url", [*_NO_URLS, *(f"http://127.0.0.1:1{path}" for path in _NO_PATHS)])
 def test_what_is_no_base_url(url: str) -> None:
     with pytest.raises(InvalidRequestError, match="base URL"):
         asyncio.run(run_bench(dataclasses.replace(OPTIONS, base_url=url), lambda t: None, lambda p: None, lambda r: None))
+
+
+@pytest.mark.parametrize("path", [*_NO_PATHS, "v1"])
+def test_what_is_no_endpoint(path: str) -> None:
+    with pytest.raises(InvalidRequestError, match="endpoint is a path, without blanks") as refused:
+        dataclasses.replace(OPTIONS, endpoint=path)
+    assert refused.value.param == "endpoint"
 
 
 def test_traces_keep_their_times(tmp_path: Path) -> None:
