@@ -25,6 +25,8 @@ _PRECISION = 1.02
 _FIRST_RATE, _RATE_BOUNDS = 1.0, (1e-3, 1e5)
 _SETTLED = 3.0
 """How many times as long as most requests take they have to go on arriving. Else a queue that only grows looks short."""
+_MOST_WORKERS = 256
+"""Workers of the largest cluster: with both roles there are 32,640 up to it, each of which is simulated many times."""
 _LONELY_RATE = 1e-6
 """Requests per second at which each is alone in the cluster."""
 
@@ -114,8 +116,10 @@ def _bracket(good: Callable[[float], bool]) -> tuple[float, float]:
 def shapes(max_workers: int, *, colocated: bool = False) -> list[Shape]:
     """All clusters with up to so many workers, the smallest first; `colocated`: without prefill workers.
 
-    Raises InvalidRequestError if not even the smallest cluster has so few workers.
+    Raises InvalidRequestError if not even the smallest cluster has so few workers, or if there are too many clusters.
     """
+    if max_workers > _MOST_WORKERS:
+        raise InvalidRequestError(f"max-workers must be at most {_MOST_WORKERS}", param="max_workers")
     if colocated:
         found = [Shape(0, workers) for workers in range(1, max_workers + 1)]
     else:

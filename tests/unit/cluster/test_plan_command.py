@@ -131,6 +131,7 @@ def test_too_few_requests_are_told(monkeypatch: pytest.MonkeyPatch, capsys: pyte
         (("--dataset", "random", "--slo", "ttft:nan"), "got 'ttft:nan'"),
         (("--dataset", "random", "--slo", ""), "slo takes METRIC:MILLISECONDS"),
         (("--dataset", "random", "--max-workers", "1"), "at least 2 workers"),
+        (("--dataset", "random", "--max-workers", "257"), "max-workers must be at most 256"),
         (("--dataset", "random", "--num-prompts", "0"), "num-prompts"),
         (("--dataset", "random", "--seed", "-1"), "seed must be at least 0"),
         (("--dataset", "random", "--length-scale", "8"), "--length-scale is for a --trace"),
