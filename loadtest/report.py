@@ -20,7 +20,7 @@ from loadtest.bench import Finished
 from loadtest.cache_shares import TURN_PERCENTILES
 from loadtest.metrics import METRICS, percentile_name
 from loadtest.records import RequestRecord
-from protocol.errors import InvalidRequestError
+from protocol.errors import InvalidRequestError, printable
 
 _REFRESH_S = 0.5
 
@@ -86,11 +86,11 @@ def print_report(finished: Finished, console: Console) -> None:
         for column in ("stage", "mean ms", "p99 ms", "share"):
             stages.add_column(column, justify="left" if column == "stage" else "right")
         for stage, values in finished.stages.items():
-            stages.add_row(escape(stage), f"{values['mean_ms']:.2f}", f"{values['p99_ms']:.2f}", f"{values['share']:.1%}")
+            stages.add_row(_plain(stage), f"{values['mean_ms']:.2f}", f"{values['p99_ms']:.2f}", f"{values['share']:.1%}")
         console.print(stages)
     errors = [record.error for record in finished.records if record.error is not None]
     for error in list(dict.fromkeys(errors))[:5]:
-        console.print(f"[red]failed {errors.count(error)} times:[/red]", escape(error), highlight=False)
+        console.print(f"[red]failed {errors.count(error)} times:[/red]", _plain(error), highlight=False)
     if finished.client.warning is not None:
         console.print(f"[yellow]warning:[/yellow] {finished.client.warning}", highlight=False)
 
@@ -139,9 +139,14 @@ def _unwritable(path: Path, error: OSError, param: str) -> InvalidRequestError:
     return InvalidRequestError(f"{path}: can't be written: {error.strerror}", param=param)
 
 
+def _plain(text: str) -> str:
+    """A text of others for the terminal: nothing in it is markup, and nothing commands the terminal."""
+    return escape(printable(text))
+
+
 def _totals(finished: Finished) -> Table:
     options, figures = finished.options, finished.figures
-    table = Table(title=escape(f"{finished.model} at {options.url}"), title_justify="left", show_header=False)
+    table = Table(title=_plain(f"{finished.model} at {options.url}"), title_justify="left", show_header=False)
     table.add_column()
     table.add_column(justify="right")
     rows = {

@@ -7,7 +7,10 @@ that a validation error found in a worker reaches the HTTP client as the 4xx tha
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar
+
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class TandemError(Exception):
@@ -166,6 +169,11 @@ _BY_CODE = {cls.code: cls for cls in _tree(TandemError)}
 def error_from_code(code: str, message: str, param: str | None, retry_after_s: float | None) -> TandemError:
     """Rebuild an error that crossed the wire; an unknown code becomes the base class."""
     return _BY_CODE.get(code, TandemError)(message, param=param, retry_after_s=retry_after_s)
+
+
+def printable(text: str) -> str:
+    """A text of others, without the characters that would command a terminal. Line feeds and tabs stay."""
+    return _CONTROLS.sub("", text)
 
 
 def first_line(error: BaseException) -> str:

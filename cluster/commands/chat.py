@@ -16,10 +16,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from cluster.commands.lib.exits import printable
 from cluster.commands.lib.http_client import ApiClient
 from cluster.commands.lib.options import DEFAULT_URL, ApiKey, Url
-from protocol.errors import TandemError, UnavailableError
+from protocol.errors import TandemError, UnavailableError, printable
 
 HELP = "/exit leaves, /clear forgets the conversation, /help says this. Ctrl-C stops an answer."
 

@@ -5,26 +5,18 @@ from __future__ import annotations
 import errno
 import io
 import os
-import re
 import sys
 from contextlib import suppress
 
 import typer
 
-from protocol.errors import ConfigError, TandemError
+from protocol.errors import ConfigError, TandemError, printable
 
 MENDABLE = 2
 """Something that the operator can mend."""
 UNAVAILABLE = 3
 """Of `tandem serve` alone: the cluster did not come up, or was lost, and the next start may succeed."""
 INTERRUPTED = 130
-
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-
-
-def printable(text: str) -> str:
-    """A text of others, without the characters that would command a terminal. Line feeds and tabs stay."""
-    return _CONTROLS.sub("", text)
 
 
 def replace_what_has_no_code() -> None:

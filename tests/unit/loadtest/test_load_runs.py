@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import io
 import json
 import math
 import time
@@ -220,6 +221,17 @@ def test_a_result_without_limits_is_saved_and_drawn(tmp_path: Path) -> None:
     assert (options["timeout_s"], options["burstiness"], options["request_rate"]) == ("inf", "inf", 500.0)
     assert options["goodput"] == {"ttft": "inf", "tpot": 50.0}
     plots.plot(finished, tmp_path / "plot.png")
+
+
+def test_nobody_commands_the_terminal() -> None:
+    evil = "a\x1b]0;title\x07b\x9b31mc"
+    finished = bench(OpenAiServer(owned_by="tandem"), model=evil)
+    finished.stages = {evil: finished.stages["queue"]}
+    finished.records[0].error = evil
+    file = io.StringIO()
+    report.print_report(finished, Console(file=file, width=120))
+    assert file.getvalue().count("a]0;titleb31mc") == 3
+    assert {char for char in file.getvalue() if not char.isprintable()} == {"\n"}
 
 
 def test_what_others_say_is_printed_as_it_is() -> None:
