@@ -8,6 +8,7 @@ What was computed stays charged, also if the client leaves before it gets a toke
 a stream that failed before its first piece, and any other answer that failed at all, since its client got none of it.
 The buckets are the cluster's. While their keeper is away each router counts by itself: a limit then holds per router, which is
 better than none and than no service. What is given back goes to where it was charged, to the keeper a moment after it is back.
+A charge that the keeper takes when nobody waits for it any more is given back, too.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from protocol.endpoint import answer_within
-from protocol.errors import InvalidRequestError, RateLimitError, TandemError
+from protocol.errors import InvalidRequestError, RateLimitError
 from router.access.callers import Caller, Limits
 from router.access.rates import Buckets, Charge, RateStore
 from router.request.answer import Delta
@@ -71,7 +72,7 @@ class Meter:
             await self._store.close()
 
     async def admit(self, caller: Caller, num_tokens: int) -> None:
-        """Charge one request, and the tokens that its body counts as. This is not given back.
+        """Charge one request, and the tokens that its body counts as. This is not given back unless it is cancelled.
 
         Raises RateLimitError if the caller has used up its minute, and InvalidRequestError for more tokens than it has in one.
         """
@@ -89,17 +90,12 @@ class Meter:
         The result is for `metered`, or for `settle`. Nothing is charged if it is cancelled. Raises as `admit`.
         """
         _check_possible(caller, most_tokens, "prompt and max_tokens need", "max_tokens")
-        charged = Charged(caller, prepaid_tokens, max(0, most_tokens - prepaid_tokens))
-        charging = asyncio.ensure_future(self._charge(_charges(caller, 0, charged.tokens)))
-        try:
-            charged.by_router = await asyncio.shield(charging)
-        except asyncio.CancelledError:
-            self._later(self._undone(charging, charged))
-            raise
-        return charged
+        tokens = max(0, most_tokens - prepaid_tokens)
+        by_router = await self._charge(_charges(caller, 0, tokens))
+        return Charged(caller, prepaid_tokens, tokens, by_router)
 
     def settle(self, charged: Charged, used_tokens: int) -> None:
-        """Give back what was not used, in a task of its own, so that the end of an answer does not wait for it.
+        """Give back what was not used, to the keeper in a task of its own, so that the end of an answer does not wait for it.
 
         Does nothing the second time.
         """
@@ -107,8 +103,11 @@ class Meter:
             return
         charged.is_settled = True
         unused = charged.tokens - max(0, used_tokens - charged.prepaid_tokens)
-        if charges := _charges(charged.caller, 0, -unused):
-            self._later(self._give_back(charges, by_router=charged.by_router))
+        charges = _charges(charged.caller, 0, -unused)
+        if charged.by_router:
+            self._own.take(charges, time.monotonic())
+        elif charges:
+            self._later(self._give_back(charges))
 
     async def metered(
         self, charge: Charging, usage: Usage, answer: AsyncGenerator[Delta, None], *, streamed: bool
@@ -139,18 +138,20 @@ class Meter:
             raise RateLimitError("the requests or tokens of this minute are used up", retry_after_s=wait_s)
         return by_router
 
-    async def _give_back(self, charges: Sequence[Charge], *, by_router: bool) -> None:
-        if by_router:
-            self._own.take(charges, time.monotonic())
-            return
+    async def _give_back(self, charges: Sequence[Charge]) -> None:
+        """Have the keeper, when it is back, take these charges, which are negative."""
+        assert self._store is not None, "it was charged"
         await asyncio.sleep(max(0.0, self._ask_again_at - time.monotonic()))
-        await self._take(charges)
+        try:
+            await answer_within(_PAUSE_S, self._store.take(charges))
+        except Exception as error:  # noqa: BLE001 (whatever ails it, serving goes on without it)
+            log.warning("what a request did not use stays charged: the keeper of the rates is away (%s)", type(error).__name__)
 
-    async def _undone(self, charging: asyncio.Future[bool], charged: Charged) -> None:
-        """Give all back of a charge that nobody waits for any more, if it comes about."""
-        with contextlib.suppress(TandemError):
-            charged.by_router = await charging
-            self.settle(charged, 0)
+    async def _undo(self, charges: Sequence[Charge], asking: asyncio.Future[float]) -> None:
+        """Give the charges back if the keeper takes them after all, though nobody waits for its answer any more."""
+        with contextlib.suppress(Exception):
+            if await answer_within(_PAUSE_S, asking) == 0:
+                await self._give_back([replace(charge, amount=-charge.amount) for charge in charges])
 
     def _later(self, work: Coroutine[Any, Any, object]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -160,12 +161,17 @@ class Meter:
     async def _take(self, charges: Sequence[Charge]) -> tuple[float, bool]:
         """Seconds until the charges are possible, 0 if they were taken, and whether this router's own buckets took them."""
         now = time.monotonic()
-        if self._store is not None and now >= self._ask_again_at:
-            try:
-                return await answer_within(_PATIENCE_S, self._store.take(charges)), False
-            except Exception as error:  # noqa: BLE001 (whatever ails it, serving goes on without it)
-                self._ask_again_at = now + _PAUSE_S
-                log.warning("each router keeps to the rate limits by itself: their keeper is away (%s)", type(error).__name__)
+        if self._store is None or now < self._ask_again_at:
+            return self._own.take(charges, now), True
+        asking = asyncio.ensure_future(self._store.take(charges))
+        try:
+            return await answer_within(_PATIENCE_S, asyncio.shield(asking)), False
+        except BaseException as error:
+            self._later(self._undo(charges, asking))
+            if not isinstance(error, Exception):
+                raise
+            self._ask_again_at = now + _PAUSE_S
+            log.warning("each router keeps to the rate limits by itself: their keeper is away (%s)", type(error).__name__)
         return self._own.take(charges, now), True
 
 

@@ -22,6 +22,7 @@ from router.access.meter import Meter
 from router.access.rates import Buckets, Charge
 from router.request.answer import Delta
 from router.request.usage import Usage
+from tests.unit.simulated_time import run_in_simulated_time
 
 Run = Callable[..., None]
 TIERS = {"standard": TierConfig()}
@@ -47,6 +48,19 @@ class Keeper:
 
     async def close(self) -> None:
         pass
+
+
+class LateKeeper(Keeper):
+    """Takes at once, and says so after `late_s` seconds."""
+
+    def __init__(self, late_s: float) -> None:
+        super().__init__()
+        self.late_s = late_s
+
+    async def take(self, charges: Sequence[Charge]) -> float:
+        wait_s = await super().take(charges)
+        await asyncio.sleep(self.late_s)
+        return wait_s
 
 
 def caller(path: Path, **limits: Any) -> Caller:
@@ -336,3 +350,62 @@ def test_what_the_keeper_said_while_the_router_was_held_counts(tmp_path: Path) -
         await meter.close()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("of", ["an answer", "a body"])
+def test_what_a_late_keeper_took_is_given_back(tmp_path: Path, of: str) -> None:
+    """The router's own bucket was charged in its place: nobody pays twice."""
+
+    async def main() -> None:
+        keeper = LateKeeper(1.5)
+        meter, who = Meter(keeper), caller(tmp_path / "k", tokens_per_minute=1000)
+        if of == "an answer":
+            charged = await meter.charge_answer(who, 1000, 0)
+            meter.settle(charged, 0)
+            assert charged.by_router
+        else:
+            await meter.charge(who, 1000)
+        assert left(keeper, who, 1000) == 0
+        await meter.close()
+        assert left(keeper, who, 1000) == 1000
+
+    run_in_simulated_time(main())
+
+
+def test_what_a_late_keeper_refused_is_not_given_back(tmp_path: Path) -> None:
+    async def main() -> None:
+        keeper = LateKeeper(1.5)
+        meter, who = Meter(keeper), caller(tmp_path / "k", tokens_per_minute=1000)
+        keeper.buckets.take([Charge(f"{who.key_id}/tokens", 1000, 400)], 0.0)
+        await meter.charge(who, 700)
+        await meter.close()
+        assert left(keeper, who, 1000) == 600
+
+    run_in_simulated_time(main())
+
+
+@pytest.mark.parametrize("after_s", [0.5, 0.7], ids=["while it is asked", "in the moment of its answer"])
+def test_who_leaves_while_it_is_charged_is_given_back_what_the_keeper_takes(tmp_path: Path, after_s: float) -> None:
+    async def main() -> None:
+        keeper = LateKeeper(0.7)
+        meter, who = Meter(keeper), caller(tmp_path / "k", tokens_per_minute=1000, requests_per_minute=5)
+        loop = asyncio.get_running_loop()
+        admitted = asyncio.ensure_future(meter.admit(who, 300))
+        loop.call_later(after_s, admitted.cancel)
+        await asyncio.wait([admitted])
+        assert admitted.cancelled()
+        await meter.close()
+        assert (left(keeper, who, 1000), left(keeper, who, 5, "requests")) == (1000, 5)
+
+    run_in_simulated_time(main())
+
+
+def test_a_keeper_that_never_answers_does_not_keep_the_router_from_its_end(tmp_path: Path) -> None:
+    async def main() -> None:
+        keeper = LateKeeper(3600.0)
+        meter, who = Meter(keeper), caller(tmp_path / "k", tokens_per_minute=1000)
+        meter.settle(await meter.charge_answer(who, 1000, 0), 0)
+        await meter.close()
+        assert asyncio.get_running_loop().time() < 10.0
+
+    run_in_simulated_time(main())
