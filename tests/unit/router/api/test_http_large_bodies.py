@@ -17,11 +17,13 @@ import httpx
 import pytest
 
 from protocol.errors import InvalidRequestError, OverloadedError
+from router.api.body import parse_body
 from router.api.completions.body import CompletionBody
 from router.api.large import helper
 from router.api.large.helper import LARGE_BODY_BYTES, BodyHelper
 from router.api.large.helper_main import KINDS
 from router.api.tools import bodies
+from router.text.threads import TextThreads
 from tests.hostile_bodies import CHAT, PLAIN, SHAPES
 from tests.unit.router.conftest import eventually
 
@@ -75,6 +77,21 @@ def test_hostile_bodies_hold_up_nobody(run_cluster: Callable[..., None]) -> None
         await cluster.clean()
 
     run_cluster(test)
+
+
+def test_a_long_text_is_read_beside_the_loop() -> None:
+    """A search for infinite numbers in all of its bytes once held the interpreter for 0.2 s."""
+    data = json.dumps({"model": "smollm2", "prompt": "word " * 800_000}).encode()
+
+    async def main() -> None:
+        threads = TextThreads()
+        async with watched_loop() as pauses:
+            body = await threads.run("acme", parse_body, CompletionBody, data)
+        threads.close()
+        assert len(body.prompt) == 4_000_000
+        assert pauses[0] < 0.1
+
+    asyncio.run(main())
 
 
 def test_too_large_a_body_is_refused_while_it_comes(run_cluster: Callable[..., None]) -> None:
