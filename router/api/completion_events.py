@@ -15,7 +15,7 @@ from protocol.errors import TandemError
 from router.api.errors import error_body
 from router.api.large.encoding import encoded
 from router.api.server_sent_events import event
-from router.api.shapes import ENTRY_SIZE, LARGE_ENTRIES, LARGE_TOKENS, AnswerInfo, AnswerShape, Json, Offload
+from router.api.shapes import ENTRY_SIZE, LARGE_ENTRIES, LARGE_SIZE, AnswerInfo, AnswerShape, Json, Offload
 from router.dispatch.journal import NO_GUESSES, Guesses
 from router.request.answer import Answer, Delta, num_entries
 from telemetry.request_times import RequestTimes
@@ -47,7 +47,7 @@ class CompletionEvents:
         self._num_tokens += len(delta.token_ids)
         self._cached_tokens += delta.cached_tokens
         self._guesses = Guesses.total((self._guesses, delta.guesses))
-        large = num_entries(delta.logprobs) > LARGE_ENTRIES or self._num_prompt_ids(delta) > LARGE_TOKENS
+        large = num_entries(delta.logprobs) > LARGE_ENTRIES or self._num_prompt_ids(delta) > LARGE_SIZE
         events = [event(chunk, large=large) for chunk in self._counted([*self._openings(delta.index), *self._chunks(delta)])]
         if delta.finish_reason is not None:
             self._times[delta.index] = delta.times
@@ -100,15 +100,15 @@ class CompletionEvents:
 async def whole_completion(shape: AnswerShape, info: AnswerInfo, offload: Offload, deltas: AsyncIterable[Delta]) -> bytes:
     """Collect all pieces and return the answer as one JSON object, encoded."""
     pieces: list[list[Delta]] = [[] for _ in range(info.num_choices)]
-    entries = tokens = 0
+    entries = size = 0
     async for delta in deltas:
         pieces[delta.index].append(delta)
-        tokens += len(delta.token_ids)
+        size += len(delta.token_ids) + len(delta.text)  # an echoed prompt has no tokens here
         entries += num_entries(delta.logprobs)
     if info.return_token_ids:  # those of its prompt with each choice
-        tokens += info.choices_per_prompt * sum(map(len, info.prompts))
-    large = entries > LARGE_ENTRIES or tokens > LARGE_TOKENS
-    return await offload(tokens + ENTRY_SIZE * entries, _whole, shape, pieces, large)
+        size += info.choices_per_prompt * sum(map(len, info.prompts))
+    large = entries > LARGE_ENTRIES or size > LARGE_SIZE
+    return await offload(size + ENTRY_SIZE * entries, _whole, shape, pieces, large)
 
 
 def _whole(shape: AnswerShape, pieces: Sequence[Sequence[Delta]], large: bool) -> bytes:

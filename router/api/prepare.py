@@ -25,6 +25,8 @@ from router.text.tool_format import Message, Tool, ToolFormat, tool_format
 from router.text.traced import plain
 
 _MAX_ID_DIGITS = 10
+_MOST_ECHOED_CHARS = 2**24
+"""Characters of all echoed prompts of an answer that is held and written as one; a body of 4 MiB can echo its prompt thrice."""
 
 _TRUNCATED_ROOM = 1024
 _TRUNCATED_SHARE = 8
@@ -129,14 +131,7 @@ class Preparer:
         form = content_form(body, self._facts.vocab_size)
         shared = replace(self._shared(body, form), continues=True)
         generations = [self._completion(shared, body, prompt) for prompt in prompts]
-        if body.echo and body.logprobs is not None:
-            num_shown = body.n * sum(len(generation.prompt_token_ids) for generation in generations)
-            if num_shown * (1 + body.logprobs) > MAX_PROMPT_LOGPROBS:
-                raise InvalidRequestError(
-                    f"`logprobs` must be smaller: with `echo`, the {num_shown} tokens of all choices' prompts times "
-                    f"(logprobs + 1) may be {MAX_PROMPT_LOGPROBS}",
-                    param="logprobs",
-                )
+        _check_echoed(body, generations)
         return generations
 
     def _completion(self, shared: Generation, body: CompletionBody, prompt: str | list[int]) -> Generation:
@@ -277,3 +272,23 @@ class Preparer:
                 param=param,
             )
         return room if wanted is None else wanted
+
+
+def _check_echoed(body: CompletionBody, generations: Sequence[Generation]) -> None:
+    """Raise InvalidRequestError if all choices together repeat too much of their prompts."""
+    num_chars = body.n * sum(len(each.echo.text) for each in generations if each.echo is not None)
+    if num_chars > _MOST_ECHOED_CHARS:
+        raise InvalidRequestError(
+            f"`echo` must be false: the prompts of all choices together have {num_chars} characters, and at most "
+            f"{_MOST_ECHOED_CHARS} are repeated",
+            param="echo",
+        )
+    if not body.echo or body.logprobs is None:
+        return
+    num_shown = body.n * sum(len(generation.prompt_token_ids) for generation in generations)
+    if num_shown * (1 + body.logprobs) > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequestError(
+            f"`logprobs` must be smaller: with `echo`, the {num_shown} tokens of all choices' prompts times "
+            f"(logprobs + 1) may be {MAX_PROMPT_LOGPROBS}",
+            param="logprobs",
+        )

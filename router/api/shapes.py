@@ -60,8 +60,8 @@ ENTRY_SIZE = 16
 """A token with its logprob, alternatives too, takes as long to write as so many characters take to encode: about 2 us."""
 LARGE_ENTRIES = 256
 """What has more tokens with logprobs is written in a thread and slice by slice."""
-LARGE_TOKENS = 65_536
-"""So is what has more token ids."""
+LARGE_SIZE = 65_536
+"""So is what has more token ids and characters."""
 
 
 class Offload(Protocol):

@@ -8,7 +8,7 @@ from starlette.responses import JSONResponse, Response
 from protocol.errors import ModelNotFoundError
 from router.access.gate import caller_of
 from router.api.large.encoding import Entries, encoded
-from router.api.shapes import LARGE_TOKENS, Json
+from router.api.shapes import LARGE_SIZE, Json
 from router.api.tools.bodies import DetokenizeBody, TokenizeBody
 from router.endpoints.reading import check_model, read_body, work_on_text
 from router.service import Router
@@ -53,7 +53,7 @@ class ModelEndpoints:
         """The answer to `tokenize`, encoded where the text was tokenized: a million ids would hold up the loop for 0.1 s."""
         tokens = self._tokens(body)
         answer = {"tokens": Entries(tokens), "count": len(tokens), "max_model_len": self._router.max_model_len}
-        return encoded(answer, large=len(tokens) > LARGE_TOKENS)
+        return encoded(answer, large=len(tokens) > LARGE_SIZE)
 
     def _tokens(self, body: TokenizeBody) -> list[int]:
         preparer = self._router.preparer

@@ -142,6 +142,28 @@ def test_prompts_that_are_repeated_with_each_choice_hold_up_nobody() -> None:
     asyncio.run(main())
 
 
+def test_texts_of_prompts_that_are_repeated_with_each_choice_hold_up_nobody() -> None:
+    """A small body, of which nothing was counted as work: its answer had no tokens."""
+    text, choices = "abcd " * 6000, 1024
+    info = replace(INFO, prompts=((1,),) * 8, choices_per_prompt=128, logprobs=False, return_token_ids=False)
+
+    async def echoes() -> AsyncGenerator[Delta, None]:
+        for index in range(choices):
+            yield Delta(index, text, (), (), "length", 0)
+
+    async def main() -> None:
+        threads = TextThreads()
+        async with watched_loop() as pauses:
+            await asyncio.sleep(0.002)  # it watches from now on
+            body = await whole_completion(CompletionShape(info), info, offload_of(threads), echoes())
+            await asyncio.sleep(0.002)
+        threads.close()
+        assert pauses[0] < 0.1
+        assert [choice["text"] for choice in json.loads(body)["choices"]] == [text] * choices
+
+    asyncio.run(main())
+
+
 async def one_token_each(choices: int) -> AsyncGenerator[Delta, None]:
     for index in range(choices):
         yield Delta(index, "a", (1,), (), "length", 0)

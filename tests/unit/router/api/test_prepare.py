@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from configs.facts import Model
+from protocol.errors import InvalidRequestError
 from router.api.answer_form import AnswerForm, content_form
 from router.api.body import check_body
 from router.api.completions.body import CompletionBody
@@ -40,3 +41,15 @@ def test_a_seed_of_the_client_holds_for_all_prompts(model: Model) -> None:
     body = check_body(CompletionBody, {"model": "smollm2", "prompt": ["a", "a"], "seed": 11})
     generations = Preparer(model, Tokenizer.build(model.tokenizer), 8192).completion(body)
     assert [generation.sampling.seed for generation in generations] == [11, 11]
+
+
+def test_the_text_that_all_choices_repeat_is_bounded(model: Model) -> None:
+    """A body of 200 KB was answered by 200 MB, which the router held at once."""
+    preparer = Preparer(model, Tokenizer.build(model.tokenizer), 8192)
+    fields = {"model": "smollm2", "prompt": ["abcd " * 1000] * 8, "max_tokens": 0, "echo": True}
+    assert len(preparer.completion(check_body(CompletionBody, {**fields, "n": 2}))) == 8
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("router.api.prepare._MOST_ECHOED_CHARS", 79_999)
+        with pytest.raises(InvalidRequestError, match=r"`echo` must be false.* have 80000 characters") as refused:
+            preparer.completion(check_body(CompletionBody, {**fields, "n": 2}))
+    assert refused.value.param == "echo"
