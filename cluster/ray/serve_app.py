@@ -30,7 +30,6 @@ from router.access.audit_trail import AuditQueue
 from router.access.meter import Meter
 from router.app import create_app
 from router.resume.recorder import Recorder
-from router.resume.stream_records import most_record_bytes
 from router.service import Router
 from telemetry.counts_folder import CountsFolder
 from telemetry.logging import setup_logging
@@ -91,9 +90,7 @@ class RouterReplica:
         counts = CountsFolder(counts_folder())
         self._router = Router(given.config, model, given.secret, RayControllerClient(given.controller), counts)
         self._meter = Meter(rate_store(given.config, given.rate_keeper))
-        resumable = given.config.resumable
-        most_bytes = most_record_bytes(resumable.max_bytes)
-        self._recorder = Recorder(RayRecordStore(given.stream_keeper), resumable.retention_s, most_bytes)
+        self._recorder = Recorder(RayRecordStore(given.stream_keeper), given.config.resumable.retention_s)
         self._front_token = given.front_token
         self._audit = None if given.audit_keeper is None else AuditQueue(RayAuditStore(given.audit_keeper))
         if self._audit is not None:

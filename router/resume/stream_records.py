@@ -28,11 +28,6 @@ _SHARE = 8
 """One record may take at most this part of the room: an eighth."""
 
 
-def most_record_bytes(max_bytes: int) -> int:
-    """Return how many bytes one record may take where all together may take `max_bytes`."""
-    return max_bytes // _SHARE
-
-
 @dataclass(frozen=True)
 class StreamKey:
     """Names a stream: its tenant, the path of its endpoint, and the request id that its client gave it."""
@@ -173,7 +168,7 @@ class StreamRecords:
         if record.owner != entry.owner:
             return WriteOutcome.TAKEN
         num_bytes = len(entry.chunk) + _CHUNK_BYTES
-        if entry.number != len(record.chunks) or record.num_bytes + num_bytes > most_record_bytes(self._max_bytes):
+        if entry.number != len(record.chunks) or record.num_bytes + num_bytes > self._max_bytes // _SHARE:
             self._forget(key)  # one with a gap is worth nothing
             return WriteOutcome.LOST
         record.chunks.append(entry.chunk)

@@ -35,7 +35,7 @@ from router.access.usage.noting import UsageNotes
 from router.access.usage.queue import UsageStore
 from router.app import create_app
 from router.resume.recorder import Recorder
-from router.resume.stream_records import Entry, StreamKey, StreamRecords, WriteOutcome, most_record_bytes
+from router.resume.stream_records import Entry, StreamKey, StreamRecords, WriteOutcome
 from router.service import Router
 from router.text.tokenizer import Tokenizer
 from tests.unit.router.scripted_workers import Script, ScriptedDecode, ScriptedPrefill, ScriptedWorker
@@ -276,7 +276,7 @@ async def serving(
     controller = ScriptedController()
     router = Router(config, model, secret, controller)
     meter, records = Meter(store), MemoryRecords(config.resumable)
-    recorder = Recorder(records, config.resumable.retention_s, most_record_bytes(config.resumable.max_bytes))
+    recorder = Recorder(records, config.resumable.retention_s)
     usage = None if usage_store is None else UsageNotes(usage_store, model.facts.name, router.metrics)
     if usage is not None:
         usage.start()

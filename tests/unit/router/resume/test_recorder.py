@@ -17,7 +17,6 @@ from tests.unit.simulated_time import run_in_simulated_time
 
 _Answer = TypeVar("_Answer")
 KEY = StreamKey("", "/v1/completions", "a")
-MIB = 1024 * 1024
 
 
 class FromAnotherThread(RecordStore):
@@ -49,8 +48,8 @@ class FromAnotherThread(RecordStore):
 class ByTheLoop(RecordStore):
     """It answers at once, by the loop's clock."""
 
-    def __init__(self, retention_s: float) -> None:
-        self.records = StreamRecords(10, 100_000, retention_s)
+    def __init__(self, retention_s: float, max_bytes: int = 100_000) -> None:
+        self.records = StreamRecords(10, max_bytes, retention_s)
         self.touched: list[int] = []
         """Number of records in each call."""
 
@@ -79,7 +78,7 @@ async def pieces(number: int) -> AsyncGenerator[Delta, None]:
 
 def test_a_stream_stays_on_record_while_its_router_is_held() -> None:
     async def main() -> None:
-        recorder, writer = Recorder(FromAnotherThread(), 60.0, MIB), new_writer(KEY, b"request")
+        recorder, writer = Recorder(FromAnotherThread(), 60.0), new_writer(KEY, b"request")
         loop = asyncio.get_running_loop()
         loop.call_later(0.01, time.sleep, 1.2)
         said = [delta async for delta in recorder.recorded(writer, pieces(2))]
@@ -112,7 +111,7 @@ def test_a_stream_that_runs_is_kept_however_long_it_is_silent() -> None:
 
     async def main() -> None:
         store = ByTheLoop(120.0)
-        recorder, other = Recorder(store, 120.0, MIB), StreamKey("", "/v1/completions", "b")
+        recorder, other = Recorder(store, 120.0), StreamKey("", "/v1/completions", "b")
         silent = asyncio.create_task(_take(recorder.recorded(new_writer(other, b"request"), at_times(1.0, 500.0))))
         assert store.records.write([Entry(KEY, "dead", 0.0, number, b"{}") for number in range(2)], 0.0)
         await asyncio.sleep(100.0)
@@ -139,7 +138,7 @@ def test_a_stream_that_runs_is_kept_however_long_it_is_silent() -> None:
 def test_a_record_is_kept_while_it_is_repeated_to_a_slow_client() -> None:
     async def main() -> None:
         store = ByTheLoop(120.0)
-        recorder, writer = Recorder(store, 120.0, MIB), RecordWriter(KEY, "me", 0.0, [], 5)
+        recorder, writer = Recorder(store, 120.0), RecordWriter(KEY, "me", 0.0, [], 5)
         store.records.write([Entry(KEY, "me", 0.0, number, b"{}") for number in range(5)], 0.0)
         repeated = [Delta(0, "", (7,), (), None, 0)] * 4
         taken = await _take(recorder.resumed(TakenRecord(b"request", repeated, writer), pieces(1)), each_s=50.0)
@@ -153,7 +152,7 @@ def test_a_record_is_kept_while_it_is_repeated_to_a_slow_client() -> None:
 def test_streams_that_speak_are_not_touched() -> None:
     async def main() -> None:
         store = ByTheLoop(120.0)
-        recorder = Recorder(store, 120.0, MIB)
+        recorder = Recorder(store, 120.0)
         await _take(recorder.recorded(new_writer(KEY, b"request"), at_times(*range(1, 300, 10))))
         await recorder.close()
         assert store.touched == []
@@ -161,24 +160,24 @@ def test_streams_that_speak_are_not_touched() -> None:
     run_in_simulated_time(main())
 
 
-@pytest.mark.parametrize("first", [10, 11])
-def test_a_stream_with_a_piece_that_no_record_has_room_for_has_none(first: int) -> None:
-    """Nor has a stream of its name that came before."""
+@pytest.mark.parametrize("first", [4096, 4097])
+def test_a_stream_with_a_piece_that_is_too_long_to_write_down_has_no_record(first: int) -> None:
+    """Nor has a stream of its name that came before. To read 100,000 logprobs held up a router for half a second."""
 
     async def main() -> None:
-        store = ByTheLoop(120.0)
-        recorder, writer = Recorder(store, 120.0, 450), new_writer(KEY, b"request")
+        store = ByTheLoop(120.0, 2**26)
+        recorder, writer = Recorder(store, 120.0), new_writer(KEY, b"request")
         store.records.write([Entry(KEY, "before", 0.0, number, b"{}") for number in range(4)], 0.0)
         entry = TextLogprobs(TextLogprob(TokenText("a", (97,)), -1.0), ())
 
         async def echo() -> AsyncGenerator[Delta, None]:
-            for number in (first, 11):
+            for number in (first, 4097):
                 yield Delta(0, "a" * number, (), (entry,) * number, None, 0)
             yield Delta(0, "a", (7,), (), None, 0)
 
         said = recorder.recorded(writer, echo())
         await anext(said)
-        assert writer.lost == (first == 11)
+        assert writer.lost == (first == 4097)
         assert await _take(said) == 2
         assert writer.lost
         assert await store.read(KEY, 0) is None
