@@ -147,17 +147,20 @@ class _Prompt:
     seed: int
     max_tokens: int
     echo: Echo | None
+    """Has no token ids: they are the prompt's."""
 
     @classmethod
     def of(cls, generation: Generation) -> _Prompt:
         """Return what this generation does not share with the others of its request."""
-        sampling = generation.sampling
-        return cls(len(generation.prompt_token_ids), sampling.seed, sampling.max_tokens, generation.echo)
+        sampling, echo = generation.sampling, generation.echo
+        bare = None if echo is None else replace(echo, token_ids=())
+        return cls(len(generation.prompt_token_ids), sampling.seed, sampling.max_tokens, bare)
 
     def generation(self, shared: Generation, token_ids: tuple[int, ...]) -> Generation:
         """Return the generation of this prompt; `shared` has what is the same for all prompts of the request."""
         sampling = replace(shared.sampling, seed=self.seed, max_tokens=self.max_tokens)
-        return replace(shared, prompt_token_ids=token_ids, sampling=sampling, echo=self.echo)
+        echo = None if self.echo is None else replace(self.echo, token_ids=token_ids)
+        return replace(shared, prompt_token_ids=token_ids, sampling=sampling, echo=echo)
 
 
 @dataclass(frozen=True)

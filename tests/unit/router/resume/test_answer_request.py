@@ -12,6 +12,7 @@ from router.api.body import check_body
 from router.api.completions.body import CompletionBody
 from router.api.prepare import Preparer
 from router.api.shapes import AnswerInfo
+from router.request.echo import Echo
 from router.request.generation import Generation
 from router.resume.resumable import AnswerRequest
 from router.text.tokenizer import Tokenizer
@@ -29,12 +30,18 @@ def test_what_is_read_is_what_was_written(prompts: tuple[tuple[int, ...], ...]) 
     assert AnswerRequest.load(request.dump()) == request
 
 
-def test_no_token_of_a_prompt_is_written_as_json() -> None:
+@pytest.mark.parametrize("echoed", [False, True])
+def test_no_token_of_a_prompt_is_written_as_json(echoed: bool) -> None:
     """A parser of JSON holds the interpreter, and so the loop, until it has read the last one."""
     prompt = tuple(range(100_000, 110_000))
-    data = _request(prompt).dump()
+    request = _request(prompt)
+    if echoed:
+        echo = Echo("a", prompt, alone=False, num_added=1)
+        request = replace(request, generations=(replace(request.generations[0], echo=echo),))
+    data = request.dump()
     assert len(data.partition(b"\n")[0]) < 2000
     assert len(data) < 4 * len(prompt) + 2000
+    assert AnswerRequest.load(data) == request
 
 
 @pytest.mark.parametrize("seed", [None, 7])
