@@ -37,7 +37,9 @@ class RenamedControlTokens:
             parts += [text[done:start], self._names[token]]
             done = start + len(token)
         ids: list[int] = []
-        for token_id in self._tokenizer.encode("".join([*parts, text[done:]]), add_special_tokens=False).ids:
+        renamed = "".join([*parts, text[done:]])
+        [encoding] = self._tokenizer.encode_batch([renamed], add_special_tokens=False)  # `encode` holds the interpreter
+        for token_id in encoding.ids:
             if token_id in self._ids:
                 ids.append(self._ids[token_id])
             else:

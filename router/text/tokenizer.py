@@ -202,7 +202,8 @@ class _JsonTokenizer(Tokenizer):
         return WindowDetokenizer(self._tokenizer, self._vocab_size, self._special_ids, before)
 
     def _encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        [encoding] = self._tokenizer.encode_batch([text], add_special_tokens=False)  # `encode` holds the interpreter
+        return list(encoding.ids)
 
     def _encode_traced(self, text: str, outline: str) -> list[int]:
         ids, ours = self._encode(text), list(self._whole.find(outline))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from router.request.answer import TokenTexts
 from router.text.renamed_tokens import RenamedControlTokens
 from router.text.tokenizer import Tokenizer
 from router.text.traced import Traced, ours
+from tests.unit.router.api.test_http_large_bodies import watched_loop
 
 VariedStrings = Callable[[int], list[str]]
 PRE_TOKENIZERS: dict[str, list[Any]] = {
@@ -140,6 +142,23 @@ def test_the_bytes_of_tokens_are_those_of_the_text(other_kind: Tokenizer, varied
         ids = other_kind.encode(text)
         said = b"".join(bytes(texts.find(token_id).utf8) for token_id in ids).decode()
         assert said.removeprefix(" ") == other_kind.decode(ids, skip_special=False)
+
+
+@pytest.mark.parametrize("forged", ["", "<s>"], ids=["plain", "with a control token of the client's"])
+def test_a_long_text_is_encoded_beside_the_loop(other_kind: Tokenizer, forged: str) -> None:
+    """`tokenizers` holds the interpreter while it encodes a single text, but not in a batch."""
+    text = Traced(forged + "hello world " * 20_000)
+    other_kind.encode_traced(text[:100])  # what forged texts need is made once
+
+    async def main() -> None:
+        async with watched_loop() as pauses:
+            await asyncio.sleep(0.002)
+            ids = await asyncio.to_thread(other_kind.encode_traced, text)
+            await asyncio.sleep(0.002)
+        assert len(ids) > 20_000
+        assert pauses[0] < 0.08
+
+    asyncio.run(main())
 
 
 def test_other_kinds_are_read_by_tokenizers(sentencepiece_like: TokenizerFacts, varied_strings: VariedStrings) -> None:
