@@ -54,6 +54,11 @@ class CompletionBody(SamplingBody):
         """The most tokens that the client wants in the answer; OpenAI's default, 16, if it did not say."""
         return _DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
+    @property
+    def num_prompts(self) -> int:
+        """Number of prompts, found without looking at each."""
+        return 1 if isinstance(self.prompt, str) or isinstance(self.prompt[0], int) else len(self.prompt)
+
     def prompts(self) -> list[str | list[int]]:
         """Return all prompts in order, each as text or as token ids. Raises InvalidRequestError if there are too many."""
         prompts: list[str | list[int]] = []
