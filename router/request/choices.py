@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Container, Iterable, Sequence
+from collections.abc import AsyncGenerator, Container, Iterable, Iterator
 from dataclasses import dataclass
 
 from protocol.sampling import PromptLogprobs
@@ -78,20 +78,22 @@ class SharedPrompt:
         return _Others(self._pair) if self._pair else ()
 
 
-async def interleaved(answers: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenerator[Delta, None]:
-    """Yield the pieces of all choices as they come. Closing it closes all of them; what one raises is raised here."""
-    if len(answers) == 1:
-        async with contextlib.aclosing(answers[0]) as pieces:
+async def interleaved(answers: Iterator[AsyncGenerator[Delta, None]], number: int) -> AsyncGenerator[Delta, None]:
+    """Yield the pieces of so many choices as they come, each of which is taken from `answers` when it is to begin.
+
+    Closing it closes all that have begun; what one raises is raised here.
+    """
+    if number == 1:
+        async with contextlib.aclosing(next(answers)) as pieces:
             async for delta in pieces:
                 yield delta
         return
-    not_begun = iter(answers)
     # Whoever takes the pieces slowly holds up the answers, as with one.
     queue: asyncio.Queue[Delta | Exception | None] = asyncio.Queue(MAX_AT_ONCE)
 
     async def work() -> None:
         try:
-            for answer in not_begun:
+            for answer in answers:
                 async with contextlib.aclosing(answer) as pieces:
                     async for delta in pieces:
                         await queue.put(delta)
@@ -99,7 +101,7 @@ async def interleaved(answers: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGe
         except Exception as error:  # noqa: BLE001 - raised where the pieces are read
             await queue.put(error)
 
-    workers = [asyncio.create_task(work()) for _ in range(min(MAX_AT_ONCE, len(answers)))]
+    workers = [asyncio.create_task(work()) for _ in range(min(MAX_AT_ONCE, number))]
     running = len(workers)
     try:
         while running:

@@ -43,18 +43,23 @@ class Generator:
         Closing the generator frees everything. `emitted` has the part of every choice that comes before these pieces, or is
         empty; choices that have not ended go on.
         """
-        choices = list(self._choices(generations, request, emitted))
-        pieces = interleaved([self._runner.run(choice) for choice in choices])
-        if self._spans is None or not choices:
+        before = emitted or [EmittedChoice()] * sum(generation.num_choices for generation in generations)
+        times = [RequestTimes(request.arrival) for each in before if not each.ended]
+        choices = self._choices(generations, request, before, iter(times))
+        pieces = interleaved((self._runner.run(choice) for choice in choices), len(times))
+        if self._spans is None or not times:
             return pieces
-        return self._traced(self._spans, pieces, request, [choice.times for choice in choices])
+        return self._traced(self._spans, pieces, request, times)
 
     def _choices(
-        self, generations: Sequence[Generation], request: RequestIdentity, emitted: Sequence[EmittedChoice]
+        self,
+        generations: Sequence[Generation],
+        request: RequestIdentity,
+        before: Sequence[EmittedChoice],
+        times: Iterator[RequestTimes],
     ) -> Iterator[Choice]:
-        """Yield the choices of all prompts that have not ended, in order."""
+        """Make the choices of all prompts that have not ended, in order, each when it is to begin."""
         stops = {text: StopString(text) for text in {each for generation in generations for each in generation.stops}}
-        before = emitted or [EmittedChoice()] * sum(generation.num_choices for generation in generations)
         index = 0
         for generation in generations:
             own_stops = tuple(stops[text] for text in generation.stops)
@@ -64,7 +69,9 @@ class Generator:
             usage = request.usage.of_prompt(len(generation.prompt_token_ids))
             for number, begun in enumerate(own):
                 if not begun.ended:
-                    yield self._choice(generation, request, index + number, number, begun, prompt, usage, own_stops)
+                    yield self._choice(
+                        generation, request, index + number, number, begun, prompt, usage, own_stops, next(times)
+                    )
             index += generation.num_choices
 
     def _choice(
@@ -77,6 +84,7 @@ class Generator:
         prompt: SharedPrompt | None,
         usage: PromptUsage,
         stops: Sequence[StopString],
+        times: RequestTimes,
     ) -> Choice:
         """`index` is the choice's in its request, `number` among those of its prompt."""
         # The others show what the first one found out about the prompt.
@@ -100,7 +108,6 @@ class Generator:
             echo=generation.echo,
             tool_format=generation.tool_format,
         )
-        times = RequestTimes(request.arrival)
         return Choice(request=request, journal=journal, text=text, times=times, prompt=prompt, usage=usage)
 
     async def _traced(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from typing import cast
 
@@ -49,6 +50,10 @@ def test_each_stop_string_has_one_table_in_a_request(model: Model, resumed: bool
     generator = Generator(cast(ChoiceRunner, runner), Tokenizer.build(model.tokenizer), "m", None)
     generations = [Generation((1,), SamplingParams(seed=0, max_tokens=1), stops, "", 4, None) for _ in range(3)]
     emitted = [EmittedChoice((5,))] * 12 if resumed else []
-    generator.generate(generations, RequestIdentity("r", new_trace(), 0.0), emitted)
+
+    async def main() -> None:
+        assert not [delta async for delta in generator.generate(generations, RequestIdentity("r", new_trace(), 0.0), emitted)]
+
+    asyncio.run(main())
     assert len(runner.choices) == 12
     assert sorted(built) == sorted(stops)
