@@ -62,6 +62,11 @@ class CallClient:
         """Whether the connection to the worker is lost."""
         return self._lost is not None
 
+    @property
+    def given_up(self) -> bool:
+        """Whether the connection is lost because the worker, which lives, has forgotten this client."""
+        return self._client.given_up
+
     def send(self, message: Any) -> None:
         """Send a message that has no answer. Raises WorkerLostError."""
         self._client.send(message)

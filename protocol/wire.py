@@ -184,6 +184,8 @@ class WireClient:
         self._socket = LoopSocket(socket, self._arrived)
         self._monitor = LoopSocket(monitor, self._monitored)
         self._lost = False
+        self.given_up = False
+        """It is lost because the server, which lives, has forgotten this client."""
 
     @classmethod
     async def connect(cls, address: str, secret: bytes, deadline_s: float) -> WireClient:
@@ -255,6 +257,7 @@ class WireClient:
         body = b"".join(parts)
         if body == _NOT_KNOWN:
             log.warning("%s has given up this connection", self._address)
+            self.given_up = True
             self._lose()
         else:
             self._inbox.put_nowait(body)

@@ -1,6 +1,6 @@
 """One authenticated connection to one life of one worker, as those use it who ask and tell.
 
-    UP ──► LOST      it broke, or it was given up (`lose`)
+    UP ──► LOST      it broke, the worker gave this router up, or this router gave it up (`lose`)
 
 A connection that is lost stays lost: a new one is made by whoever needs it. `read` must run for as long as answers are wanted.
 """
@@ -77,8 +77,10 @@ class Connection:
             self._on_lost()
 
     def broke(self) -> None:
-        """Note that the connection broke, unless it was lost before."""
-        if not self.gone.done():
+        """Note that the connection broke or the worker has given this router up, unless it was lost before."""
+        if self._client.given_up:
+            self.lose("the worker had given this router up")
+        elif not self.gone.done():
             self.died = True
             self.lose("the connection broke")
 

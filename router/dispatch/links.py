@@ -1,7 +1,7 @@
 """What a router has at one life of one worker: a connection, the streams on it, and what is known of the worker's load.
 
     LIVE ──► LOST      the connection broke, the worker was silent for `lease_s`, made no step for six leases
-                       though it owed us tokens, answered as another life, or the link was closed
+                       though it owed us tokens, had given us up, answered as another life, or the link was closed
 
 A link lives as long as its `run`. When that ends every open question and every stream fails with WorkerLostError at once;
 a new connection is a new link (`router.dispatch.roster` makes it). Blocks of tickets that the worker granted are given back by

@@ -10,13 +10,15 @@ import pytest
 from configs.schema import LimitsConfig
 from protocol.errors import WorkerLostError
 from protocol.messages.workers import WorkerRef
-from protocol.wire import WireClient
+from protocol.wire import WireClient, WireServer
 from router.dispatch.links import WorkerLink
 from router.rules.caching.caches import Caches
 
 
 class Connection:
     """One that breaks when it is told to. Stands in for `WireClient`."""
+
+    given_up = False
 
     def __init__(self) -> None:
         self.broken = asyncio.Event()
@@ -79,3 +81,27 @@ def test_each_beat_tells_how_long_a_worker_has_not_said_what_it_holds() -> None:
     asyncio.run(asyncio.wait_for(scenario(), 5))
     assert 0 < ages[0] < ages[1]
     assert ages[-1] == 0.0, "nothing is expected of a worker whose link is lost"
+
+
+@pytest.mark.parametrize("given_up", [True, False])
+def test_only_a_worker_that_is_gone_has_died(given_up: bool) -> None:
+    """A router that was held for longer than a lease is given up by workers that live: none of them died of its requests."""
+
+    async def scenario() -> None:
+        secret = b"s" * 32
+        server = WireServer(secret, "127.0.0.1")
+        client = await WireClient.connect(server.address, secret, 5)
+        ref = WorkerRef("decode-0", 1, server.address)
+        link = WorkerLink(ref, client, LimitsConfig(heartbeat_s=0.01), lambda: None, lambda: None)
+        running = asyncio.create_task(link.run())
+        peer, _ = await server.receive()
+        if given_up:
+            server.forget(peer)
+        else:
+            server.close()
+        reason = await running
+        server.close()
+        assert link.died is not given_up
+        assert reason == ("the worker had given this router up" if given_up else "the connection broke")
+
+    asyncio.run(asyncio.wait_for(scenario(), 5))
