@@ -89,11 +89,6 @@ class Ledger:
         return iter(list(self._entries.values()))
 
     @property
-    def pushes_in_flight(self) -> int:
-        """Number of pushes under way, over all tickets."""
-        return sum(entry.pushes_in_flight for entry in self._entries.values())
-
-    @property
     def num_holders(self) -> int:
         """Tickets that hold blocks, of which each may soon want another one."""
         return sum(bool(entry.block_table) for entry in self._entries.values() if not entry.state.final)

@@ -186,7 +186,6 @@ class DecodeWorker:
             waiting=max(0, waiting),
             queued_tokens=self._scheduler.queued_tokens,
             tickets=len(self.ledger),
-            transfers=self.ledger.pushes_in_flight,
             prefix_cache_queries=self.ledger.cache_queries,
             prefix_cache_hits=self.ledger.cache_hits,
             brought=self._attaches.brought,

@@ -19,6 +19,11 @@ class SeveralBooks:
         """Have transfers go into these books as well."""
         self._books.append(books)
 
+    @property
+    def pushes_in_flight(self) -> int:
+        """Number of pushes under way, over all books."""
+        return sum(count for _, count in self._begun.values())
+
     def begin_push(
         self, source: bytes, ticket_id: int, transfer_id: int, start: int, num_tokens: int, added: tuple[int, ...]
     ) -> Destination | None:

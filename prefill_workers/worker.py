@@ -140,7 +140,6 @@ class PrefillWorker:
             waiting=self._scheduler.num_waiting,
             queued_tokens=self._scheduler.queued_tokens,
             tickets=len(self._jobs),
-            transfers=0,
             prefix_cache_queries=self._scheduler.cache_queries,
             prefix_cache_hits=self._scheduler.cache_hits,
             brought=self._scheduler.brought,

@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from protocol.codec import message
 
 STEP_LEASES = 6
-"""Number of leases (`limits.lease_s`) that a step may take, on the slowest processor. A worker that reports and makes no step
-for longer is stuck. Whoever needs what a step computes waits as long: other ranks, and the worker that its KV goes to."""
+"""Number of leases (`limits.lease_s`) that a step may take, on the slowest processor. A worker that reports, and neither makes
+a step nor moves KV for longer, is stuck. Whoever needs what a step computes waits as long: other ranks, and the worker that its
+KV goes to."""
 
 
 @dataclass(frozen=True)

@@ -192,7 +192,7 @@ class WorkerCore:
             free_blocks=self.cache.num_free,
             total_blocks=self.cache.num_blocks,
             tickets=sum(part.tickets for part in parts),
-            transfers=sum(part.transfers for part in parts) + self.peers.pushes_in_flight,
+            transfers=self.books.pushes_in_flight + self.peers.pushes_in_flight,
             steps=self.engine.steps,
             busy_s=self.engine.busy_s,
             step_age_s=self.engine.step_age_s,

@@ -20,8 +20,6 @@ class RoleLoad:
     waiting: int
     queued_tokens: int
     tickets: int
-    transfers: int
-    """Transfers to this worker that are in flight."""
     prefix_cache_queries: int
     prefix_cache_hits: int
     brought: Brought = NOTHING_BROUGHT

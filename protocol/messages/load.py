@@ -144,7 +144,7 @@ class LoadReport:
     tickets: int
     """Tickets not in a final state (decode) or prompts whose KV is held (prefill)."""
     transfers: int
-    """Transfers in flight."""
+    """Pushes of KV under way, to this worker and from it."""
     steps: int
     busy_s: float
     """Time spent in the engine since start."""

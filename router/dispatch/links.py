@@ -1,7 +1,7 @@
 """What a router has at one life of one worker: a connection, the streams on it, and what is known of the worker's load.
 
-    LIVE ──► LOST      the connection broke, the worker was silent for `lease_s`, made no step for six leases
-                       though it owed us tokens, had given us up, answered as another life, or the link was closed
+    LIVE ──► LOST      the connection broke, the worker was silent for `lease_s`, made no step and moved no KV for six
+                       leases though it owed us tokens, had given us up, answered as another life, or the link was closed
 
 A link lives as long as its `run`. When that ends every open question and every stream fails with WorkerLostError at once;
 a new connection is a new link (`router.dispatch.roster` makes it). Blocks of tickets that the worker granted are given back by
@@ -168,7 +168,9 @@ class WorkerLink:
         if report.life != self.life:
             self.connection.lose(f"{report.worker_id} of epoch {report.epoch} answers at its address")
             return
-        if self.report is None or report.steps != self.report.steps:
+        # Between steps it may wait for KV, which takes as long as the network needs. A push that stands still ends by itself.
+        moves_kv = report.transfers > 0 and not report.step_age_s
+        if self.report is None or report.steps != self.report.steps or moves_kv:
             self.connection.progress_at = now
         self.report = report
         self.reported_at = now

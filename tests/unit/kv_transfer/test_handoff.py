@@ -154,7 +154,7 @@ def test_a_pair_that_is_closed_while_it_breaks_gives_its_channel_back() -> None:
             [receiver] = w.decode.pairs.values()
             ticket, _ = w.decode.ticket(8)
             push = pair.push(w.progress.begin(), [PushPart(OutgoingTransfer(ticket), [1, 2], 0, 8)])
-            await until(lambda: w.decode.ledger.pushes_in_flight == 1)
+            await until(lambda: any(entry.pushes_in_flight for entry in w.decode.ledger))
             lane = receiver._lanes[0]
             pair._lanes[0]._channel.close()  # type: ignore[attr-defined]
             while not receiver.closed:  # noqa: ASYNC110 - the moment between its thread's end and its own

@@ -37,11 +37,14 @@ def test_each_transfer_goes_into_the_books_that_know_it() -> None:
         assert books.begin_push(SENDER, entry.ticket_id, entry.transfer_id, 8, 12, ()) is entry
         assert (entry.pushes_in_flight, books.fingerprints(entry.ticket_id, entry.transfer_id)) == (2, {})
         assert not books.commit(entry.ticket_id, entry.transfer_id, 20), "pushes are under way"
+    assert books.pushes_in_flight == 4
     for num_tokens in (8, 12):
         books.end_push(first.ticket_id, num_tokens, ok=True)
     books.end_push(second.ticket_id, 8, ok=False)
     assert second.state.final
+    assert books.pushes_in_flight == 1
     books.end_push(second.ticket_id, 12, ok=True)
+    assert books.pushes_in_flight == 0
     assert books.fingerprints(second.ticket_id, second.transfer_id) is None
     assert books.commit(first.ticket_id, first.transfer_id, 20)
     books.abort_transfer(first.ticket_id, first.transfer_id)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 
 from configs.schema import LimitsConfig
 from protocol.errors import WorkerLostError
+from protocol.gang import STEP_LEASES
+from protocol.messages.load import LoadReport
+from protocol.messages.prefill import Prefill
 from protocol.messages.workers import WorkerRef
 from protocol.wire import WireClient, WireServer
 from router.dispatch.links import WorkerLink
 from router.rules.caching.caches import Caches
+from tests.unit.load_reports import prefill_report
 
 
 class Connection:
@@ -105,3 +110,42 @@ def test_only_a_worker_that_is_gone_has_died(given_up: bool) -> None:
         assert reason == ("the worker had given this router up" if given_up else "the connection broke")
 
     asyncio.run(asyncio.wait_for(scenario(), 5))
+
+
+class Reporting(Connection):
+    """A worker that owes an answer, and sends the same report over and over."""
+
+    def __init__(self, report: LoadReport, every_s: float) -> None:
+        super().__init__()
+        self.report = report
+        self.every_s = every_s
+
+    async def receive(self) -> Any:
+        await asyncio.sleep(self.every_s)
+        return self.report
+
+
+@pytest.mark.parametrize(
+    ("transfers", "step_age_s", "stays"),
+    [(1, 0.0, True), (0, 0.0, False), (1, 1.0, False)],
+    ids=["moves KV", "does nothing", "is stuck in a step"],
+)
+def test_a_worker_that_makes_no_step_is_lost_unless_it_moves_kv(transfers: int, step_age_s: float, stays: bool) -> None:
+    """A prompt whose KV comes from another worker, over a slow network, has no step for as long as that takes."""
+    limits = LimitsConfig(heartbeat_s=0.02, lease_s=0.2)
+
+    async def scenario() -> None:
+        ref = WorkerRef("prefill-0", 1, "tcp://127.0.0.1:1")
+        report = replace(prefill_report("prefill-0"), transfers=transfers, step_age_s=step_age_s)
+        client = cast(WireClient, Reporting(report, limits.heartbeat_s))
+        link = WorkerLink(ref, client, limits, lambda: None, lambda: None)
+        running = asyncio.create_task(link.run())
+        asking = asyncio.create_task(link.calls.prefill(cast("type[Prefill]", lambda call_id: None)))
+        await asyncio.wait({running}, timeout=1.5 * STEP_LEASES * limits.lease_s if stays else None)
+        assert stays is not running.done()
+        running.cancel()
+        asking.cancel()
+        await asyncio.gather(running, asking, return_exceptions=True)
+        assert link.gone.result() == ("the link was closed" if stays else "it made no step for 1.2 s")
+
+    asyncio.run(asyncio.wait_for(scenario(), 20))
