@@ -92,7 +92,7 @@ def install_error_handlers(app: FastAPI) -> None:
         return JSONResponse({"error": {**body, "code": code}}, error.status_code, error.headers)
 
     async def on_disconnect(request: Request, error: Exception) -> Response:
-        log.info("a client went away while it sent its request")
+        log.info("a client went away before it was answered")
         return Response(status_code=CLIENT_WENT_AWAY)
 
     app.add_exception_handler(TandemError, on_tandem_error)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from protocol.errors import InvalidRequestError
@@ -57,8 +58,10 @@ class ResumptionEndpoint:
         """Send the rest of a stream: what is on record after the event `seen`, then what was not generated yet.
 
         Raises StreamNotFoundError if there is no such record, UnavailableError if the keeper of the records is away, and as
-        `MeteredRouter.generate`. The stream stays with its older connection then.
+        `MeteredRouter.generate`, and ClientDisconnect if the client has left meanwhile: another router may have its stream by
+        now. The stream stays with its older connection then.
         """
+        began = time.time()
         check_model(self._router, request, None)
         key = stream_key(request, caller_of(request.scope).tenant)
         begun, so_far = await self._recorder.read(key, seen.piece)
@@ -66,7 +69,9 @@ class ResumptionEndpoint:
         emitted = emitted_choices(so_far, first.info.num_choices)
         charged = await self._metered.charge_rest(request, first.generations, emitted)
         try:
-            record = await self._recorder.take_over(key, seen.piece)
+            if await request.is_disconnected():
+                raise ClientDisconnect
+            record = await self._recorder.take_over(key, began, seen.piece)
             recorded = first if record.request == begun else AnswerRequest.load(record.request)
             generations, emitted = recorded.generations, emitted_choices(record.deltas, recorded.info.num_choices)
             rest = self._metered.generate_rest(request, generations, emitted, charged)

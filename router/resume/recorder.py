@@ -92,12 +92,13 @@ class Recorder:
         if self._writing is not None:
             await self._writing
 
-    async def take_over(self, key: StreamKey, num_seen: int) -> TakenRecord:
+    async def take_over(self, key: StreamKey, began: float, num_seen: int) -> TakenRecord:
         """Take over the record of a stream of which the client has seen `num_seen` pieces. Its former writer finds it taken.
 
-        Raises StreamNotFoundError if there is no such record, and UnavailableError if the keeper of the records is away.
+        `began` is when the request for it came, in seconds since 1970. Raises StreamNotFoundError if there is no such record or
+        a newer request has it, and UnavailableError if the keeper of the records is away.
         """
-        owner, began = uuid.uuid4().hex, time.time()
+        owner = uuid.uuid4().hex
         chunks = await self._known(self._store.take_over(key, owner, began, num_seen))
         writer = RecordWriter(key, owner, began, [], len(chunks))
         return TakenRecord(chunks[0], await asyncio.to_thread(_deltas, chunks), writer)

@@ -74,12 +74,13 @@ class RecordStore(Protocol):
     async def take_over(self, key: StreamKey, owner: str, began: float, num_seen: int) -> list[bytes] | None:
         """Make `owner`, whose request began at `began`, the owner of a record and return all its chunks.
 
-        Returns None if there is no such record, or if it holds fewer pieces than the client has seen.
+        Returns None if there is no such record, if a request that began later has it, or if it holds fewer pieces than the
+        client has seen.
         """
         ...
 
     async def read(self, key: StreamKey, num_seen: int) -> list[bytes] | None:
-        """Return what `take_over` would, and leave the record to its owner."""
+        """Return what `take_over` would return to the newest request, and leave the record to its owner."""
         ...
 
 
@@ -140,18 +141,22 @@ class StreamRecords:
     def take_over(self, key: StreamKey, owner: str, began: float, num_seen: int, now: float) -> list[bytes] | None:
         """Make `owner`, whose request began at `began`, the owner of a record and return all its chunks.
 
-        Returns None if there is no such record, or if it holds fewer pieces than the client has seen (`num_seen`): then its
-        keeper was away when the others were written.
+        Returns None if there is no such record, or if a request that began later has it: the client has come back elsewhere.
+        Returns None also if it holds fewer pieces than the client has seen (`num_seen`): then its keeper was away when the
+        others were written.
         """
         chunks = self.read(key, num_seen, now)
-        if chunks is not None:
-            record = self._shelves[key.tenant].records[key]
-            record.owner, record.began = owner, began
-            self._touch(key, record, now)
+        if chunks is None:
+            return None
+        record = self._shelves[key.tenant].records[key]
+        if record.began > began:
+            return None
+        record.owner, record.began = owner, began
+        self._touch(key, record, now)
         return chunks
 
     def read(self, key: StreamKey, num_seen: int, now: float) -> list[bytes] | None:
-        """Return what `take_over` would, and leave the record to its owner."""
+        """Return what `take_over` would return to the newest request, and leave the record to its owner."""
         self._forget_old(now)
         record = self._find(key)
         return None if record is None or num_seen >= len(record.chunks) else list(record.chunks)

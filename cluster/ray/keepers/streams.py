@@ -33,7 +33,8 @@ class StreamKeeper:
     async def take_over(self, key: StreamKey, owner: str, began: float, num_seen: int) -> list[bytes] | None:
         """Make `owner`, whose request began at `began`, the writer of a record and return all its chunks.
 
-        Returns None if there is no such record, or if it holds fewer pieces than the `num_seen` that the client has seen.
+        Returns None if there is no such record, if a request that began later has it, or if it holds fewer pieces than the
+        `num_seen` that the client has seen.
         """
         return self._records.take_over(key, owner, began, num_seen, time.monotonic())
 
@@ -59,7 +60,8 @@ class RayRecordStore:
     async def take_over(self, key: StreamKey, owner: str, began: float, num_seen: int) -> list[bytes] | None:
         """Make `owner`, whose request began at `began`, the writer of a record and return all its chunks.
 
-        Returns None if there is no such record, or if it holds fewer pieces than the `num_seen` that the client has seen.
+        Returns None if there is no such record, if a request that began later has it, or if it holds fewer pieces than the
+        `num_seen` that the client has seen.
         """
         return cast(list[bytes] | None, await self._keeper.take_over.remote(key, owner, began, num_seen))
 

@@ -191,6 +191,39 @@ def test_the_one_who_comes_back_has_the_stream(run_cluster: Run) -> None:
     run_cluster(test)
 
 
+def test_who_has_left_takes_no_stream(run_cluster: Run) -> None:
+    """Its router was held for longer than it waited. Meanwhile it may have the stream from another router."""
+
+    async def test(cluster: Any) -> None:
+        cluster.says(TEXT)
+        cluster.script.step_s = 0.05
+        client = Client(cluster, prompt="Count:")
+        reading = asyncio.ensure_future(client.read())
+        await cluster.until(lambda: len(client.events) >= 3)
+        read, held, goes_on = cluster.records.read, asyncio.Event(), asyncio.Event()
+
+        async def read_late(*args: Any) -> Any:
+            held.set()
+            await goes_on.wait()
+            return await read(*args)
+
+        cluster.records.read = read_late
+        leaving = asyncio.ensure_future(
+            cluster.http.post("/v1/completions", json=asked(), headers=client.headers | {"last-event-id": "1.1"})
+        )
+        await held.wait()
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
+        await asyncio.sleep(0.05)
+        goes_on.set()
+        await reading
+        assert texts(client.data)[0][0] == TEXT
+        assert client.events[-1].endswith("[DONE]\n")
+        await cluster.clean()
+
+    run_cluster(test)
+
+
 def test_who_is_refused_leaves_the_stream_where_it_is(run_cluster: Run, tmp_path: Path) -> None:
     """By a limit of running answers, or by the minute's: with the time to come back, before anything is sent."""
     keys_file = tmp_path / "keys.json"

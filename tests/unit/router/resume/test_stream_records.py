@@ -117,6 +117,15 @@ def test_an_older_request_takes_nothing_from_a_newer_one() -> None:
     assert records.read(at, 0, 0.0) == [b"x"]
 
 
+def test_who_came_back_later_keeps_the_stream() -> None:
+    """The router of its client's first try was held, and goes on when the second one has the stream."""
+    records, at = StreamRecords(10, 100_000, 60.0), key("a")
+    begin(records, "a")
+    assert records.take_over(at, "second", 20.0, 0, 0.0) == [b"x"]
+    assert records.take_over(at, "first", 10.0, 0, 0.0) is None
+    assert records.write([Entry(at, "second", 20.0, 1, b"1")], 0.0) == [WriteOutcome.KEPT]
+
+
 def test_who_only_reads_takes_nothing() -> None:
     records = StreamRecords(10, 100_000, 60.0)
     begin(records, "a")
