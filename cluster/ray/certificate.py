@@ -64,12 +64,14 @@ def write_pair(files: CertificateFiles, target: Path) -> None:
 
 
 def watch_certificate(files: CertificateFiles, target: Path, admin_socket: Path) -> None:
-    """Give HAProxy the certificate anew whenever its files have changed. Never returns.
+    """Give HAProxy the certificate once, and anew whenever its files have changed. Never returns.
 
-    `target` is the file that HAProxy has read it from. What goes wrong is said on standard error. Files that are no pair are
-    read again when they change again, and HAProxy is told again until it has answered.
+    `target` is the file that HAProxy has read it from. The two others may have changed since it was written, while nobody
+    watched. What goes wrong is said on standard error. Files that are no pair are read again when they change again, and
+    HAProxy is told again until it has answered.
     """
-    seen, told = _state(files), True
+    seen: list[tuple[int, int, int, int]] | None = None
+    told = True
     while True:
         time.sleep(_LOOK_S)  # the files may be links into a folder that is replaced: nothing to be told of by the kernel
         now = _state(files)
