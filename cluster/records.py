@@ -50,7 +50,7 @@ class RecordStore(Protocol[_Record]):
         """Return the record, or None if none was saved."""
 
     async def save(self, record: _Record) -> None:
-        """Replace the stored record with this one."""
+        """Replace the stored record with this one. If the caller is cancelled, nothing of it replaces what is saved later."""
 
 
 class GcsRecords(Generic[_Record]):
@@ -60,6 +60,8 @@ class GcsRecords(Generic[_Record]):
         """`kind` is a dataclass, whose records are kept as JSON under `key`."""
         self._key = key
         self._adapter = TypeAdapter(kind)
+        self._writing: asyncio.Task[bool] | None = None
+        """The latest write. Its thread goes on when whoever waits for it is cancelled."""
 
     async def load(self) -> _Record | None:
         """Return the record, or None if none was saved. Raises UnavailableError while the GCS is away."""
@@ -70,10 +72,14 @@ class GcsRecords(Generic[_Record]):
         return None if data is None else self._adapter.validate_json(data)
 
     async def save(self, record: _Record) -> None:
-        """Replace the record. Raises UnavailableError while the GCS is away."""
+        """Replace the record, after the writes that are under way. Raises UnavailableError while the GCS is away."""
         data = self._adapter.dump_json(record)
+        while self._writing is not None and not self._writing.done():
+            await asyncio.wait((self._writing,))
+        put = asyncio.to_thread(internal_kv._internal_kv_put, self._key, data, namespace=_NAMESPACE)
+        self._writing = asyncio.create_task(put)
         try:
-            await asyncio.to_thread(internal_kv._internal_kv_put, self._key, data, namespace=_NAMESPACE)
+            await asyncio.shield(self._writing)
         except RpcError as error:
             raise UnavailableError(f"the GCS does not answer: {error}") from None
 
