@@ -90,7 +90,7 @@ class Migrator:
         loop = asyncio.get_running_loop()
         while True:
             seen = self._roster.changes
-            self._empty_draining()
+            await self._empty_draining()
             known, self._num_known = self._num_known, self._roster.num_known(Role.DECODE)
             if loop.time() >= self._balance_at or self._num_known > known:
                 self._balance_at = loop.time() + _LOOK_S
@@ -98,10 +98,10 @@ class Migrator:
             with contextlib.suppress(TimeoutError):
                 await self._roster.next_change(seen, loop.time() + _LOOK_S)
 
-    def _empty_draining(self) -> None:
+    async def _empty_draining(self) -> None:
         leaving = set(self._roster.to_empty())
         for running in self._candidates() if leaving else ():
-            if running.claim.decode in leaving:
+            if running.claim.decode in leaving and self._may_move(running):
                 need_blocks = self._need_blocks(running)
                 target = self._target(running, need_blocks)
                 if target is None:  # loads change many times a second, and there may be many streams
@@ -109,6 +109,7 @@ class Migrator:
                     continue
                 reason = "drain" if running.claim.decode.duty.does(Role.DECODE) else "flip"
                 self._begin(running, target, need_blocks, reason)
+                await asyncio.sleep(0)  # it asks for its room, which is taken when the next one looks for some
 
     def _target(self, running: Running, need_blocks: int) -> WorkerLink | None:
         """The worker that has a copy of the stream, or else the one with the most room; None if none has room."""
@@ -146,8 +147,11 @@ class Migrator:
                 self._begin(running, links[shift.target], need_blocks, "balance")
 
     def _candidates(self) -> list[Running]:
-        now = asyncio.get_running_loop().time()
-        return [running for running in self._running if running.sending is None and running.retry_at <= now and running.goes_on]
+        return [running for running in self._running if self._may_move(running)]
+
+    def _may_move(self, running: Running) -> bool:
+        is_due = running.sending is None and running.retry_at <= asyncio.get_running_loop().time()
+        return is_due and running in self._running and running.goes_on
 
     def _need_blocks(self, running: Running) -> int:
         journal = running.journal
