@@ -60,7 +60,7 @@ class CallClient:
     @property
     def lost(self) -> bool:
         """Whether the connection to the worker is lost."""
-        return self._lost is not None
+        return self._client.lost
 
     @property
     def given_up(self) -> bool:

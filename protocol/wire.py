@@ -183,7 +183,8 @@ class WireClient:
         monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
         self._socket = LoopSocket(socket, self._arrived)
         self._monitor = LoopSocket(monitor, self._monitored)
-        self._lost = False
+        self.lost = False
+        """The connection is gone, or was closed."""
         self.given_up = False
         """It is lost because the server, which lives, has forgotten this client."""
 
@@ -229,7 +230,7 @@ class WireClient:
 
     def close(self) -> None:
         """Idempotent; a pending `receive` raises WorkerLostError."""
-        if not self._lost:
+        if not self.lost:
             self._lose()
         self._socket.socket.disable_monitor()
         self._monitor.close()
@@ -267,15 +268,16 @@ class WireClient:
         self._lose()
 
     def _lose(self) -> None:
-        self._lost = True
+        self.lost = True
         self._inbox.put_nowait(None)
 
     def _send_raw(self, body: bytes) -> None:
-        if self._lost:
+        if self.lost:
             raise WorkerLostError(f"the connection to {self._address} is lost")
         try:
             self._socket.send([body])
         except zmq.ZMQError as error:
+            self._lose()
             raise WorkerLostError(f"{self._address}: {error}") from None
 
     async def _receive_raw(self) -> bytes:

@@ -9,21 +9,28 @@ from typing import Any, cast
 import pytest
 
 from configs.schema import LimitsConfig
+from protocol.audit import Audit
 from protocol.errors import WorkerLostError
 from protocol.gang import STEP_LEASES
+from protocol.messages.common import Ping
 from protocol.messages.load import LoadReport
 from protocol.messages.prefill import Prefill
 from protocol.messages.workers import WorkerRef
 from protocol.wire import WireClient, WireServer
+from router.dispatch.connection import Connection
 from router.dispatch.links import WorkerLink
 from router.rules.caching.caches import Caches
 from tests.unit.load_reports import prefill_report
 
 
-class Connection:
+class Breakable:
     """One that breaks when it is told to. Stands in for `WireClient`."""
 
     given_up = False
+
+    @property
+    def lost(self) -> bool:
+        return self.broken.is_set()
 
     def __init__(self) -> None:
         self.broken = asyncio.Event()
@@ -46,7 +53,7 @@ def test_streams_fail_though_the_next_life_is_heard_of_meanwhile(turns: int) -> 
     connection broke."""
 
     async def scenario() -> None:
-        connection = Connection()
+        connection = Breakable()
         ref = WorkerRef("decode-0", 1, "tcp://127.0.0.1:1")
         link = WorkerLink(ref, cast(WireClient, connection), LimitsConfig(), lambda: None, lambda: None)
         stream = link.streams.open(1)
@@ -73,7 +80,7 @@ def test_each_beat_tells_how_long_a_worker_has_not_said_what_it_holds() -> None:
         told.release()
 
     async def scenario() -> None:
-        connection = Connection()
+        connection = Breakable()
         ref = WorkerRef("decode-0", 1, "tcp://127.0.0.1:1")
         limits = LimitsConfig(heartbeat_s=0.01)
         link = WorkerLink(ref, cast(WireClient, connection), limits, lambda: None, lambda: None, Caches(on_age=tell))
@@ -112,7 +119,7 @@ def test_only_a_worker_that_is_gone_has_died(given_up: bool) -> None:
     asyncio.run(asyncio.wait_for(scenario(), 5))
 
 
-class Reporting(Connection):
+class Reporting(Breakable):
     """A worker that owes an answer, and sends the same report over and over."""
 
     def __init__(self, report: LoadReport, every_s: float) -> None:
@@ -149,3 +156,30 @@ def test_a_worker_that_makes_no_step_is_lost_unless_it_moves_kv(transfers: int, 
         assert link.gone.result() == ("the link was closed" if stays else "it made no step for 1.2 s")
 
     asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+async def _send_for_ever(client: WireClient) -> None:
+    while True:
+        client.send(Ping())
+        await asyncio.sleep(0.001)
+
+
+def test_who_asks_over_a_lost_connection_is_not_told_of_another_worker() -> None:
+    """ZeroMQ's thread may notice the loss before the connection is read again."""
+
+    async def scenario() -> None:
+        secret = b"s" * 32
+        server = WireServer(secret, "127.0.0.1")
+        client = await WireClient.connect(server.address, secret, 5)
+        ref = WorkerRef("decode-0", 1, server.address)
+        connection = Connection(ref, client, lambda message: None, lambda: None)
+        server.close()
+        with pytest.raises(WorkerLostError):
+            await _send_for_ever(client)
+        with pytest.raises(WorkerLostError, match="decode-0 was lost"):
+            await connection.ask(Audit, 5)
+        assert connection.gone.done()
+        assert connection.died
+        client.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 10))
