@@ -61,7 +61,7 @@ class ResumptionEndpoint:
         `MeteredRouter.generate`, and ClientDisconnect if the client has left meanwhile: another router may have its stream by
         now. The stream stays with its older connection then.
         """
-        began = time.time()
+        began = time.monotonic()
         check_model(self._router, request, None)
         key = stream_key(request, caller_of(request.scope).tenant)
         begun, so_far = await self._recorder.read(key, seen.piece)

@@ -58,7 +58,7 @@ def new_writer(key: StreamKey, request: bytes) -> RecordWriter:
 
     The record begins when the first piece is written, so a request that failed before leaves no record.
     """
-    return RecordWriter(key, uuid.uuid4().hex, time.time(), [request])
+    return RecordWriter(key, uuid.uuid4().hex, time.monotonic(), [request])
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Recorder:
     async def take_over(self, key: StreamKey, began: float, num_seen: int) -> TakenRecord:
         """Take over the record of a stream of which the client has seen `num_seen` pieces. Its former writer finds it taken.
 
-        `began` is when the request for it came, in seconds since 1970. Raises StreamNotFoundError if there is no such record or
+        `began` is when the request for it came, by `time.monotonic`. Raises StreamNotFoundError if there is no such record or
         a newer request has it, and UnavailableError if the keeper of the records is away.
         """
         owner = uuid.uuid4().hex

@@ -44,7 +44,7 @@ class Entry:
     key: StreamKey
     owner: str
     began: float
-    """When the owner's request began, in seconds since 1970 by its router, all of which share the head node's clock."""
+    """When the owner's request began, by `time.monotonic` of the head node, where all routers are: nobody sets that clock."""
     number: int
     """The chunk's place in the record. Chunk 0 begins the record, also in place of that of a request which began earlier."""
     chunk: bytes
