@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import pairwise
 
 import pytest
 
@@ -71,7 +72,7 @@ class Machine:
         self.drafter, self.share, self.chance, self.told = drafter, share, chance, list[str]()
         self.rng = random.Random(1)
         self.speculator = ModelSpeculator(4, 64, lambda stream, most: most, drafter, self._run, chunk, self._tell, joined=True)
-        self.seconds = 0.0
+        self.seconds = self.stalled_s = 0.0
 
     def _tell(self, message: str, error: Exception | None) -> None:
         self.told.append(message)
@@ -97,7 +98,7 @@ class Machine:
             for token in said:
                 stream.append(token)
                 stream.computed += 1
-        step_s = 1 + self.share * (len(step.chunks) - len(batch))
+        step_s = 1 + self.share * (len(step.chunks) - len(batch)) + self.stalled_s
         self.seconds += step_s
         self.speculator.end(step, results, step_s)
         assert list(self.speculator.problems(batch)) == []
@@ -164,6 +165,25 @@ def test_drafts_are_taken_up_again_when_they_pay() -> None:
     assert not any(machine.step([stream])[0] for _ in range(RETRY // 2))
     machine.drafter.step_s = 0.1
     assert sum(machine.step([stream])[0] > 0 for _ in range(2 * RETRY)) > 100, "until its context is full"
+
+
+@pytest.mark.parametrize("stalled_s", [1_000.0, 1e6])
+def test_a_stalled_step_does_not_keep_new_streams_from_being_taken_in(stalled_s: float) -> None:
+    """The process was stopped for a while, and drafts pay as before."""
+    machine, first = Machine(MadeUpDrafter(0.1, 0.002), 0.05, 1.0), stream_of(20)
+    while not machine.step([first])[0]:
+        pass
+    machine.stalled_s = stalled_s
+    machine.step([first])
+    machine.stalled_s = 0.0
+    streams = [first, *(stream_of(20, 1 + number) for number in range(4 * RETRY // 40))]
+    for before, stream in pairwise(streams):
+        if before.drafts is not None:
+            before.drafts.release()
+        counts = [machine.step([stream])[0] for _ in range(40)]
+        if any(counts):
+            break
+    assert any(counts)
 
 
 LIKE_MEASURED = MadeUpDrafter(0.393, 0.057), 0.105
