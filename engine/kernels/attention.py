@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 
 import torch
@@ -19,23 +20,41 @@ _MAX_DENSE_HEADS = 4
 def prefill_attention(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, context_2LKH: Tensor | None, window: int = 0) -> Tensor:
     """Attention of one prompt's consecutive new tokens to each other and to its earlier tokens, `context_2LKH`: [T, N, H].
 
-    A block of queries, the G heads of a group as rows of their own, is multiplied with all keys up to its last token;
-    only the block's own square needs a mask. The scores have the dtype of q: in bfloat16 they are rounded before the
-    softmax, which sums in float32. torch's own operator for CPUs multiplies bfloat16 at a fraction of this speed.
-    With a `window` a token sees no more than that many, itself and those before it.
+    With a `window` a token sees no more than that many, itself and those before it. What sees a token with a key or a value
+    that is not finite is NaN.
     """
-    num_new, num_heads, head_dim = q_TNH.shape
-    num_kv_heads = k_TKH.shape[1]
-    group = num_heads // num_kv_heads
     if context_2LKH is not None:
         k_context, v_context = context_2LKH
         k_TKH, v_TKH = torch.cat((k_context, k_TKH)), torch.cat((v_context, v_TKH))
-    keys_KHL, values_KLH = k_TKH.permute(1, 2, 0).contiguous(), v_TKH.transpose(0, 1).contiguous()
+    if math.isfinite(k_TKH.sum() + v_TKH.sum()):
+        return _finite_attention(q_TNH, k_TKH, v_TKH, window)
+    # A weight of 0 would not cancel what is not finite: it is left out, and the tokens that see it are overwritten.
+    bad_LK = ~(k_TKH.isfinite() & v_TKH.isfinite()).all(-1)
+    k_LKH, v_LKH = (each_LKH.masked_fill(bad_LK[..., None], 0.0) for each_LKH in (k_TKH, v_TKH))
+    token_L1 = torch.arange(len(bad_LK))[:, None]
+    latest_bad_LK = torch.where(bad_LK, token_L1, -1).cummax(0).values
+    first_seen_L1 = (token_L1 + 1 - (window or len(bad_LK))).clamp_(min=0)
+    sees_bad_TK = (latest_bad_LK >= first_seen_L1)[-len(q_TNH) :]
+    sees_bad_TN = sees_bad_TK.repeat_interleave(q_TNH.shape[1] // bad_LK.shape[1], dim=1)
+    return _finite_attention(q_TNH, k_LKH, v_LKH, window).masked_fill_(sees_bad_TN[..., None], torch.nan)
+
+
+def _finite_attention(q_TNH: Tensor, k_LKH: Tensor, v_LKH: Tensor, window: int) -> Tensor:
+    """Attention of the last T of L tokens to them all, where all keys and values are finite.
+
+    A block of queries, the G heads of a group as rows of their own, is multiplied with all keys up to its last token;
+    only the block's own square needs a mask. The scores have the dtype of q: in bfloat16 they are rounded before the
+    softmax, which sums in float32. torch's own operator for CPUs multiplies bfloat16 at a fraction of this speed.
+    """
+    num_new, num_heads, head_dim = q_TNH.shape
+    num_kv_heads = k_LKH.shape[1]
+    group = num_heads // num_kv_heads
+    keys_KHL, values_KLH = k_LKH.permute(1, 2, 0).contiguous(), v_LKH.transpose(0, 1).contiguous()
     scaled = (q_TNH * head_dim**-0.5).view(num_new, num_kv_heads, group, head_dim)
     queries = scaled.transpose(0, 1).reshape(num_kv_heads, num_new * group, head_dim)
     out = torch.empty_like(queries)
     later = _later_tokens(group, q_TNH.dtype)
-    num_context = len(k_TKH) - num_new
+    num_context = len(k_LKH) - num_new
     for begin in range(0, num_new, _QUERY_BLOCK):
         end = min(begin + _QUERY_BLOCK, num_new)
         rows, visible = slice(begin * group, end * group), num_context + end

@@ -22,6 +22,11 @@ def _within_fp8(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def _is_finite(x: tl.tensor) -> tl.tensor:
+    return tl.abs(x.to(tl.float32)) < float("inf")
+
+
+@triton.jit
 def _rotate_and_store_kernel(
     qkv_TA: tl.tensor,
     cos_TF: tl.tensor,
@@ -52,15 +57,23 @@ def _rotate_and_store_kernel(
     is_q_NF = (head_N < HEADS)[:, None]
     tl.store(qkv_TA + at_NF, one_NF, mask=is_q_NF)
     tl.store(qkv_TA + at_NF + HALF, other_NF, mask=is_q_NF)
+    is_k_NF = turns_NF & (head_N >= HEADS)[:, None]
+    is_v_NF = inside_NF & (head_N >= HEADS + KV_HEADS)[:, None]
+    # Attention's weight of 0 for a later token would not cancel a value that is not finite. What sees a key of NaN is NaN, too.
+    value_at_NF = at_NF + KV_HEADS * (2 * HALF)
+    first_value_NF = tl.load(qkv_TA + value_at_NF, mask=is_k_NF, other=0.0)
+    second_value_NF = tl.load(qkv_TA + value_at_NF + HALF, mask=is_k_NF, other=0.0)
+    good_N1 = tl.min((_is_finite(first_value_NF) & _is_finite(second_value_NF)).to(tl.int32), axis=1, keep_dims=True) > 0
+    one_NF, other_NF = tl.where(good_N1, one_NF, float("nan")), tl.where(good_N1, other_NF, float("nan"))
+    one_NF = tl.where(is_v_NF & ~_is_finite(one_NF), 0.0, one_NF)
+    other_NF = tl.where(is_v_NF & ~_is_finite(other_NF), 0.0, other_NF)
     if k_SKH.dtype.element_ty.is_fp8():
         one_NF, other_NF = _within_fp8(one_NF), _within_fp8(other_NF)
     kv_type: tl.constexpr = k_SKH.dtype.element_ty
     one_NF, other_NF = one_NF.to(kv_type), other_NF.to(kv_type)
-    is_k_NF = turns_NF & (head_N >= HEADS)[:, None]
     k_at_NF = ((slot * KV_HEADS + head_N - HEADS) * (2 * HALF))[:, None] + pair_F[None, :]
     tl.store(k_SKH + k_at_NF, one_NF, mask=is_k_NF)
     tl.store(k_SKH + k_at_NF + HALF, other_NF, mask=is_k_NF)
-    is_v_NF = inside_NF & (head_N >= HEADS + KV_HEADS)[:, None]
     v_at_NF = k_at_NF - KV_HEADS * (2 * HALF)
     tl.store(v_SKH + v_at_NF, one_NF, mask=is_v_NF)
     tl.store(v_SKH + v_at_NF + HALF, other_NF, mask=is_v_NF)
@@ -71,6 +84,7 @@ def rotate_and_store(
 ) -> Launch:
     """Turn q in place, by the cosines and sines [T, H/2] in float32; write k, turned, and v to the pool.
 
+    Where a head of v is not finite, its k becomes NaN, and 0 stands for what is not finite: so only tokens that see it are NaN.
     A row whose slot is negative is left as it is.
     """
     num_tokens, num_kv_heads, head_dim = len(qkv_TA), *slots_2SKH.shape[2:]

@@ -55,6 +55,27 @@ def test_prefill_attention(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kv_heads", [1, 3])
+@pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("halves", [[0], [1], [0, 1]], ids=["K", "V", "K and V"])
+def test_a_token_does_not_see_what_comes_after_it(
+    halves: list[int], bad: float, window: int, kv_heads: int, dtype: torch.dtype
+) -> None:
+    """Nor what lies before its window. Not even values that are no numbers: the earlier tokens' KV may be cached for others."""
+    torch.manual_seed(13)
+    q, numbers_2TKH = torch.randn(100, 3, 16).to(dtype), torch.randn(2, 100, kv_heads, 16).to(dtype)
+    whole = prefill_attention(q, numbers_2TKH[0], numbers_2TKH[1], None, window)
+    numbers_2TKH[halves, 13] = bad
+    again = prefill_attention(q, numbers_2TKH[0], numbers_2TKH[1], None, window)
+    end = 13 + window if window else 100
+    assert torch.equal(again[:13], whole[:13])
+    assert torch.equal(again[end:], whole[end:])
+    assert again[13:end].isnan().all()
+    assert not numbers_2TKH[halves, 13].isfinite().any(), "what was given is left as it was"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), HEADS)
 @pytest.mark.parametrize("longest", [96, 304], ids=["short", "long"])
 def test_decode_attention(num_heads: int, num_kv_heads: int, head_dim: int, longest: int, dtype: torch.dtype) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ import triton
 import triton.language as tl
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from certify.kernels.bits import product_error
 from certify.kernels.cases import (
@@ -27,10 +29,12 @@ from certify.kernels.cases import (
     prefill_error,
     rotate_and_store_error,
     run_decode_attention,
+    run_prefill_attention,
     swiglu_error,
 )
 from engine.gpu_trial import row_counts
 from engine.kernels.triton import context_parts, product
+from engine.kernels.triton.kv_cache import rotate_and_store
 from engine.kernels.triton.prefill_attention import prefill_tiles, tile_rows
 from engine.kernels.triton.product import Multiprocessors, multiprocessors, tiles_for
 from tests.cases import slow
@@ -121,6 +125,39 @@ def test_prefill_attention_in_parts(doubled_after: int, dtype: torch.dtype, monk
     torch.manual_seed(7)
     chunks = [(0, 200), (63, 66), (127, 130), (128, 256), (250, 515), (500, 512)]
     assert prefill_error(Heads(4, 2, 32), chunks, 16, dtype) < LIMITS[dtype]
+
+
+@DTYPES
+@pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.parametrize(("halves", "bad"), [([1], math.nan), ([0, 1], math.inf)], ids=["V", "K and V"])
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # numpy's, of products with what is no number
+def test_a_token_does_not_see_what_comes_after_it(halves: list[int], bad: float, window: int, dtype: torch.dtype) -> None:
+    """Nor what lies before its window. Not even values that are no numbers: the earlier tokens' KV may be cached for others."""
+    torch.manual_seed(13)
+    heads, bad_heads = Heads(4, 2, 32), slice(4 + 2 * halves[0], 6 + 2 * halves[-1])
+    contexts, qkv_TNH = PagedContexts(heads, [24], 16, dtype, window), torch.randn(24, 8, 32).to(dtype)
+    whole, alone = stored_and_attended(contexts, qkv_TNH)
+    qkv_TNH[13, bad_heads] = bad
+    again, alone_again = stored_and_attended(contexts, qkv_TNH)
+    end = 13 + window if window else 24
+    assert torch.equal(again[:13], whole[:13])
+    assert torch.equal(again[end:], whole[end:])
+    assert again[13:end].isnan().all()
+    assert torch.equal(alone_again, alone) if window else alone_again.isnan().all()
+
+
+def stored_and_attended(contexts: PagedContexts, qkv_TNH: Tensor) -> tuple[Tensor, Tensor]:
+    """Have a prompt of T tokens written to the pool, unturned; return its attention, and that of its last token by itself."""
+    num_tokens, num_heads, head_dim = len(qkv_TNH), contexts.heads.query, contexts.heads.size
+    qkv_TA, token_T = qkv_TNH.flatten(1).to(DEVICE, copy=True), torch.arange(num_tokens)
+    slots_T = (contexts.tables_CW[0, (token_T // 16).to(DEVICE)] * 16 + (token_T % 16).to(DEVICE)).int()
+    cos, sin = torch.ones(num_tokens, head_dim // 2, device=DEVICE), torch.zeros(num_tokens, head_dim // 2, device=DEVICE)
+    rotate_and_store(qkv_TA, cos, sin, slots_T, contexts.slots_2SKH, num_heads).run()
+    out_TNH = torch.zeros(num_tokens, num_heads, head_dim, dtype=qkv_TA.dtype, device=DEVICE)
+    last_RNH = torch.zeros_like(out_TNH[:1])
+    run_prefill_attention(contexts, [(0, num_tokens)], 16, qkv_TA, out_TNH)
+    run_decode_attention(contexts, slice(None), [num_tokens], 16, qkv_TA[-1:], last_RNH)
+    return out_TNH, last_RNH
 
 
 @given(length=st.integers(1, 2_000_000), first=st.sampled_from([64, 256]), doubled_after=st.sampled_from([1, 2, 16]))
