@@ -61,7 +61,7 @@ def _scale_kernel(
     VOCABULARY: tl.constexpr,
     TOKENS: tl.constexpr,
 ) -> None:
-    """The best token of a row, and unless that is all that is wanted, the bits of all gaps."""
+    """The best token of a row, and unless that is all that is wanted, the bits of all gaps. NaN is better than any number."""
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures_S + row)
     lane_L = tl.arange(0, TOKENS)
@@ -69,16 +69,19 @@ def _scale_kernel(
     for first in range(0, VOCABULARY, TOKENS):
         token_L = first + lane_L
         logit_L = tl.load(logits_SV + row * VOCABULARY + token_L, mask=token_L < VOCABULARY, other=float("-inf"))
-        better_L = logit_L > best_L
+        better_L = (logit_L > best_L) | ((logit_L != logit_L) & (best_L == best_L))
         best_L, best_id_L = tl.where(better_L, logit_L, best_L), tl.where(better_L, token_L, best_id_L)
-    best = tl.max(best_L, axis=0)
-    tl.store(picks_S + row, tl.min(tl.where(best_L == best, best_id_L, VOCABULARY - 1), axis=0))
+    is_nan_L = best_L != best_L
+    best = tl.where(tl.max(is_nan_L.to(tl.int32), axis=0) > 0, float("nan"), tl.max(best_L, axis=0))
+    pick = tl.min(tl.where((best_L == best) | is_nan_L, best_id_L, VOCABULARY - 1), axis=0)
+    tl.store(picks_S + row, pick)
     if temperature > 0:
         for first in range(0, VOCABULARY, TOKENS):
             token_L = first + lane_L
             inside_L = token_L < VOCABULARY
             logit_L = tl.load(logits_SV + row * VOCABULARY + token_L, mask=inside_L, other=float("-inf"))
             gap_L = tl.abs(tl.div_rn(logit_L - best, temperature + tl.zeros((TOKENS,), tl.float32)))
+            gap_L = tl.where(token_L == pick, 0.0, gap_L)  # even where it is no number, as the best logit is not finite
             tl.store(gaps_SV + row * VOCABULARY + token_L, gap_L.to(tl.int32, bitcast=True), mask=inside_L)
 
 

@@ -64,3 +64,16 @@ def test_extreme_temperatures(temperature: float) -> None:
     logits[0, 33] = logits[0, 600] = 9.0
     requests = [SampleRequest(replace(PLAIN, temperature=temperature), i, 1) for i in range(4)]
     assert picks(logits, requests) == [token.token_id for token in sample(logits, requests)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # numpy's, of infinity less infinity
+def test_rows_whose_best_logit_is_not_finite(temperature: float) -> None:
+    """What is no number counts as the largest, and the lowest id of several is drawn."""
+    nan, inf = torch.nan, torch.inf
+    rows = [[0, inf, 1, 2], [0, nan, 1, 2], [-inf, -inf, nan, -inf], [nan, nan, nan, nan], [-inf, -inf, -inf, -inf]]
+    logits = torch.tensor([*rows, [0, inf, nan, 1], [inf, 1, inf, 2]])
+    for sampling in (PLAIN, replace(PLAIN, top_k=2, top_p=0.5, min_p=0.1)):
+        requests = [SampleRequest(replace(sampling, seed=3, temperature=temperature), 7, 1)] * len(logits)
+        assert picks(logits, requests) == [token.token_id for token in sample(logits, requests)]
+    assert picks(logits, requests)[:3] == [1, 1, 2]
