@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import cycle, islice
 
 import torch
 import torch.nn.functional as F
@@ -162,7 +163,8 @@ class _MadeUpModel:
         return _Timed(chunks, one, several, depth, self._facts.num_layers)
 
     def _runner(self, depth: int, num_tokens: int) -> ModelRunner:
-        facts = replace(self._facts, num_layers=depth)
+        windows = tuple(islice(cycle(self._facts.sliding_windows), depth))  # a model of one layer is computed with two
+        facts = replace(self._facts, num_layers=depth, sliding_windows=windows)
         weights = replace(self._weights, layers=tuple(self._layers[i % len(self._layers)] for i in range(depth)))
         pool = KVPool.for_model(facts, num_tokens, _BLOCK_SIZE, self._library.dtype, kv_cache_dtype=self._kv_cache_dtype)
         pool.data.fill_(_SOME_BYTE if pool.data.dtype == torch.uint8 else 1)

@@ -284,6 +284,19 @@ def test_steps_are_timed_with_kv_of_ordinary_numbers(kv_cache_dtype: KvCacheDtyp
 
 
 @NATIVE
+@pytest.mark.parametrize(("windows", "expected"), [((32,), (32, 32)), ((0, 32, 64), (0, 32, 64)), ((), ())])
+def test_steps_are_timed_with_the_windows_of_the_layers(windows: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    """Two layers are computed, even if the model has one."""
+    library = NativeLibrary.load(1, torch.bfloat16)
+    assert library is not None
+    facts = replace(SMALL, num_layers=len(windows) or 1, sliding_windows=windows)
+    model = timing._MadeUpModel(facts, products_of(facts, torch.bfloat16, "int8", ranks=1), library, "auto")
+    step = model.decode(1, 128)
+    assert step.several.facts.sliding_windows == expected
+    assert step.once() > 0
+
+
+@NATIVE
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_steps_of_a_model_whose_widths_fill_no_parts_are_timed(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     monkeypatch.setattr(timing, "MOST_SPREAD", math.inf)
