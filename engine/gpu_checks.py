@@ -106,9 +106,14 @@ def check_shapes(facts: ModelFacts, dtype: torch.dtype) -> None:
     if not torch.cuda.is_available():
         raise ConfigError(NO_GPU, param="device")
     from engine.kernels.triton.online_softmax import HEAD_DIMS  # Triton is imported only where there is a GPU
+    from engine.kernels.triton.prefill_attention import tile_rows
 
     if facts.head_dim not in HEAD_DIMS:
         raise ConfigError(f"{facts.name}: a head size of {facts.head_dim} has no kernel for GPUs", param="model")
+    group, most = facts.num_heads // facts.num_kv_heads, tile_rows(dtype)
+    if group > most:
+        problem = f"{facts.name}: {group} query heads for each key/value head have no kernel for GPUs"
+        raise ConfigError(f"{problem}; there may be at most {most}", param="model")
     multiple = _ROW_BYTES // dtype.itemsize
     for width in (facts.hidden_size, facts.num_heads * facts.head_dim, facts.intermediate_size):
         if width % multiple:

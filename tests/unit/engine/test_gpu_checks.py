@@ -104,6 +104,7 @@ def test_what_is_proposed_fits_and_what_fits_is_not_refused(
     ("sizes", "problem"),
     [
         ({"head_dim": 48}, "a head size of 48 has no kernel for GPUs"),
+        ({"num_heads": 136, "num_kv_heads": 1}, "136 query heads for each key/value head have no kernel for GPUs"),
         ({"hidden_size": 4092}, "products of 4092 inputs have no kernel for GPUs; they must be a multiple of 8"),
         ({"intermediate_size": 100}, "products of 100 inputs have no kernel for GPUs; they must be a multiple of 8"),
     ],
@@ -114,6 +115,14 @@ def test_shapes_without_a_kernel_are_refused(sizes: dict[str, Any], problem: str
     with pytest.raises(ConfigError) as caught:
         check_shapes(replace(LARGE, **sizes), BF16)
     assert (caught.value.param, problem in caught.value.message) == ("model", True)
+
+
+def test_groups_that_fill_a_tile_have_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for dtype, most in ((BF16, 128), (torch.float32, 16)):
+        check_shapes(replace(LARGE, num_heads=most, num_kv_heads=1), dtype)
+        with pytest.raises(ConfigError, match=f"there may be at most {most}"):
+            check_shapes(replace(LARGE, num_heads=2 * most, num_kv_heads=1), dtype)
 
 
 def test_what_steps_leave_is_what_a_pool_may_take() -> None:
