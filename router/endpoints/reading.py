@@ -15,6 +15,8 @@ from router.api.large.helper import LARGE_BODY_BYTES
 from router.api.shapes import Offload
 from router.service import Router
 
+_PARTS = 8
+"""Parts of a body that are dropped to learn whether the client has left: 64 KiB each. Who asks again for a stream sends few."""
 _B = TypeVar("_B", bound=Body)
 _T = TypeVar("_T")
 
@@ -30,6 +32,14 @@ async def read_body(router: Router, request: Request, kind: type[_B]) -> tuple[_
         await work_on_text(router, request, len(data), check_counts, data)
         await router.body_helper.check(kind, data)
     return await work_on_text(router, request, len(data), parse_body, kind, data), len(data)
+
+
+async def has_left(request: Request) -> bool:
+    """Whether the client is known to have left. What has come of a body that nobody reads comes first, and is dropped."""
+    for _ in range(_PARTS):
+        if await request.is_disconnected():
+            return True
+    return False
 
 
 async def work_on_text(router: Router, request: Request, size: int, work: Callable[..., _T], *args: Any) -> _T:

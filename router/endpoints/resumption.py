@@ -16,7 +16,7 @@ from router.api.answer_sender import EventSender
 from router.api.completion_events import CompletionEvents
 from router.api.shapes import AnswerInfo, AnswerShape
 from router.endpoints.metered import MeteredRouter
-from router.endpoints.reading import check_model, offload_of
+from router.endpoints.reading import check_model, has_left, offload_of
 from router.request.answer import Delta
 from router.request.choices import emitted_choices
 from router.request.generation import Generation
@@ -57,11 +57,11 @@ class ResumptionEndpoint:
     async def resume(self, request: Request, seen: EventId, shape: Callable[[AnswerInfo], AnswerShape]) -> Response:
         """Send the rest of a stream: what is on record after the event `seen`, then what was not generated yet.
 
-        Raises StreamNotFoundError if there is no such record, UnavailableError if the keeper of the records is away, and as
-        `MeteredRouter.generate`, and ClientDisconnect if the client has left meanwhile: another router may have its stream by
-        now. The stream stays with its older connection then.
+        Raises StreamNotFoundError if there is no such record, StreamTakenError if a newer request has it, UnavailableError if
+        the keeper of the records is away, as `MeteredRouter.generate`, and ClientDisconnect if the client has left meanwhile:
+        another router may have its stream by now. The stream stays with its other connection then.
         """
-        began = time.monotonic()
+        began = time.time()
         check_model(self._router, request, None)
         key = stream_key(request, caller_of(request.scope).tenant)
         begun, so_far = await self._recorder.read(key, seen.piece)
@@ -69,7 +69,7 @@ class ResumptionEndpoint:
         emitted = emitted_choices(so_far, first.info.num_choices)
         charged = await self._metered.charge_rest(request, first.generations, emitted)
         try:
-            if await request.is_disconnected():
+            if await has_left(request):
                 raise ClientDisconnect
             record = await self._recorder.take_over(key, began, seen.piece)
             recorded = first if record.request == begun else AnswerRequest.load(record.request)

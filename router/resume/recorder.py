@@ -24,7 +24,7 @@ from pydantic import TypeAdapter
 from protocol.endpoint import answer_within
 from protocol.errors import StreamNotFoundError, StreamTakenError, UnavailableError
 from router.request.answer import Delta, num_entries
-from router.resume.stream_records import Entry, RecordStore, StreamKey, WriteOutcome
+from router.resume.stream_records import Entry, RecordStore, StreamKey, Taken, WriteOutcome
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +34,8 @@ _LOOKS_IN_RETENTION = 4
 """Looks for silent streams in the time for which records are retained. A stream is touched after two looks at the latest."""
 _DELTA = TypeAdapter(Delta)
 _MOST_ENTRIES = 4096
-"""Most tokens with logprobs, alternatives included, of a piece that is recorded. Nothing else runs while a piece is written, or
-later read: with 4,096 that took 4 and 30 ms (AMD EPYC, 2026-11-30). Only an echoed prompt has more."""
+"""Most tokens with logprobs, alternatives included, that a recorded piece may repeat of a prompt. Nothing else runs while one is
+written, or later read: with 4,096 that took 4 and 30 ms (AMD EPYC, 2026-11-30)."""
 
 
 @dataclass(eq=False)
@@ -53,12 +53,21 @@ class RecordWriter:
     lost: bool = False
 
 
+def _repeats_long_prompt(delta: Delta) -> bool:
+    """Whether a piece has the logprobs of so many tokens of a prompt, which are none of its own, that it is not recorded."""
+    return len(delta.logprobs) > len(delta.token_ids) and num_entries(delta.logprobs) > _MOST_ENTRIES
+
+
+def _taken() -> StreamTakenError:
+    return StreamTakenError("another connection has taken over this stream", param="x-request-id")
+
+
 def new_writer(key: StreamKey, request: bytes) -> RecordWriter:
     """Return the writer of a new record, whose chunk 0 is `request`.
 
     The record begins when the first piece is written, so a request that failed before leaves no record.
     """
-    return RecordWriter(key, uuid.uuid4().hex, time.monotonic(), [request])
+    return RecordWriter(key, uuid.uuid4().hex, time.time(), [request])
 
 
 @dataclass(frozen=True)
@@ -95,8 +104,8 @@ class Recorder:
     async def take_over(self, key: StreamKey, began: float, num_seen: int) -> TakenRecord:
         """Take over the record of a stream of which the client has seen `num_seen` pieces. Its former writer finds it taken.
 
-        `began` is when the request for it came, by `time.monotonic`. Raises StreamNotFoundError if there is no such record or
-        a newer request has it, and UnavailableError if the keeper of the records is away.
+        `began` is when the request for it came, in seconds since 1970. Raises StreamTakenError if a newer request has it,
+        StreamNotFoundError if there is no such record, and UnavailableError if the keeper of the records is away.
         """
         owner = uuid.uuid4().hex
         chunks = await self._known(self._store.take_over(key, owner, began, num_seen))
@@ -116,7 +125,7 @@ class Recorder:
         with self._runs(writer):
             async with contextlib.aclosing(deltas):
                 async for delta in deltas:
-                    if not writer.lost and num_entries(delta.logprobs) > _MOST_ENTRIES:
+                    if not writer.lost and _repeats_long_prompt(delta):
                         await self._give_up(writer)
                     elif not writer.lost:
                         # Times are moments on this router's clock.
@@ -164,7 +173,7 @@ class Recorder:
             await asyncio.sleep(self._look_s)
         self._touching = None
 
-    async def _known(self, asked: Awaitable[list[bytes] | None]) -> list[bytes]:
+    async def _known(self, asked: Awaitable[list[bytes] | Taken | None]) -> list[bytes]:
         try:
             chunks = await answer_within(_PATIENCE_S, asked)
         except Exception as error:  # noqa: BLE001 (whatever ails it, the client may try again)
@@ -176,6 +185,8 @@ class Recorder:
                 "began here with `x-tandem-resumable: true`, and which said something not long ago",
                 param="x-request-id",
             )
+        if chunks is WriteOutcome.TAKEN:
+            raise _taken()
         return chunks
 
     async def _give_up(self, writer: RecordWriter) -> None:
@@ -201,7 +212,7 @@ class Recorder:
         outcome = await written
         writer.lost = outcome is WriteOutcome.LOST
         if outcome is WriteOutcome.TAKEN:
-            raise StreamTakenError("another connection has taken over this stream", param="x-request-id")
+            raise _taken()
 
     async def _write_all(self) -> None:
         batch: list[tuple[list[Entry], asyncio.Future[WriteOutcome]]] = []

@@ -20,7 +20,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Protocol
+from typing import Literal, Protocol
 
 _CHUNK_BYTES = 100
 """About how much memory a chunk takes beside its own bytes."""
@@ -44,7 +44,7 @@ class Entry:
     key: StreamKey
     owner: str
     began: float
-    """When the owner's request began, by `time.monotonic` of the head node, where all routers are: nobody sets that clock."""
+    """When the owner's request began, in seconds since 1970. Records outlive a head node, whose own clock begins anew."""
     number: int
     """The chunk's place in the record. Chunk 0 begins the record, also in place of that of a request which began earlier."""
     chunk: bytes
@@ -60,6 +60,9 @@ class WriteOutcome(Enum):
     """The record has another owner: this stream is to end."""
 
 
+Taken = Literal[WriteOutcome.TAKEN]
+
+
 class RecordStore(Protocol):
     """Keeps the records for all routers of a cluster. Any exception means that it is away."""
 
@@ -71,11 +74,11 @@ class RecordStore(Protocol):
         """Retain the records of streams that run at their owners as if they were written now."""
         ...
 
-    async def take_over(self, key: StreamKey, owner: str, began: float, num_seen: int) -> list[bytes] | None:
+    async def take_over(self, key: StreamKey, owner: str, began: float, num_seen: int) -> list[bytes] | Taken | None:
         """Make `owner`, whose request began at `began`, the owner of a record and return all its chunks.
 
-        Returns None if there is no such record, if a request that began later has it, or if it holds fewer pieces than the
-        client has seen.
+        Returns TAKEN if a request that began later has it. Returns None if there is no such record, or if it holds fewer pieces
+        than the client has seen.
         """
         ...
 
@@ -138,19 +141,19 @@ class StreamRecords:
             if record is not None and record.owner == owner:
                 self._touch(key, record, now)
 
-    def take_over(self, key: StreamKey, owner: str, began: float, num_seen: int, now: float) -> list[bytes] | None:
+    def take_over(self, key: StreamKey, owner: str, began: float, num_seen: int, now: float) -> list[bytes] | Taken | None:
         """Make `owner`, whose request began at `began`, the owner of a record and return all its chunks.
 
-        Returns None if there is no such record, or if a request that began later has it: the client has come back elsewhere.
-        Returns None also if it holds fewer pieces than the client has seen (`num_seen`): then its keeper was away when the
-        others were written.
+        Returns TAKEN if a request that began later has it: the client has come back elsewhere. Returns None if there is no such
+        record, or if it holds fewer pieces than the client has seen (`num_seen`): then its keeper was away when the others were
+        written.
         """
         chunks = self.read(key, num_seen, now)
         if chunks is None:
             return None
         record = self._shelves[key.tenant].records[key]
         if record.began > began:
-            return None
+            return WriteOutcome.TAKEN
         record.owner, record.began = owner, began
         self._touch(key, record, now)
         return chunks

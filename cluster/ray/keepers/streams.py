@@ -10,7 +10,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.ray.actors import STREAM_KEEPER, start_keeper, worker_node
 from configs.schema import ClusterConfig, ResumableConfig
-from router.resume.stream_records import Entry, StreamKey, StreamRecords, WriteOutcome
+from router.resume.stream_records import Entry, StreamKey, StreamRecords, Taken, WriteOutcome
 
 
 class StreamKeeper:
@@ -30,11 +30,11 @@ class StreamKeeper:
         """Retain the records of streams that run at their owners as if they were written now."""
         self._records.touch(running, time.monotonic())
 
-    async def take_over(self, key: StreamKey, owner: str, began: float, num_seen: int) -> list[bytes] | None:
+    async def take_over(self, key: StreamKey, owner: str, began: float, num_seen: int) -> list[bytes] | Taken | None:
         """Make `owner`, whose request began at `began`, the writer of a record and return all its chunks.
 
-        Returns None if there is no such record, if a request that began later has it, or if it holds fewer pieces than the
-        `num_seen` that the client has seen.
+        Returns TAKEN if a request that began later has it. Returns None if there is no such record, or if it holds fewer pieces
+        than the `num_seen` that the client has seen.
         """
         return self._records.take_over(key, owner, began, num_seen, time.monotonic())
 
@@ -57,13 +57,13 @@ class RayRecordStore:
         """Retain the records of streams that run at their owners as if they were written now."""
         await self._keeper.touch.remote(running)
 
-    async def take_over(self, key: StreamKey, owner: str, began: float, num_seen: int) -> list[bytes] | None:
+    async def take_over(self, key: StreamKey, owner: str, began: float, num_seen: int) -> list[bytes] | Taken | None:
         """Make `owner`, whose request began at `began`, the writer of a record and return all its chunks.
 
-        Returns None if there is no such record, if a request that began later has it, or if it holds fewer pieces than the
-        `num_seen` that the client has seen.
+        Returns TAKEN if a request that began later has it. Returns None if there is no such record, or if it holds fewer pieces
+        than the `num_seen` that the client has seen.
         """
-        return cast(list[bytes] | None, await self._keeper.take_over.remote(key, owner, began, num_seen))
+        return cast(list[bytes] | Taken | None, await self._keeper.take_over.remote(key, owner, began, num_seen))
 
     async def read(self, key: StreamKey, num_seen: int) -> list[bytes] | None:
         """Return what `take_over` would, and leave the record to its writer."""

@@ -35,7 +35,7 @@ from router.access.usage.noting import UsageNotes
 from router.access.usage.queue import UsageStore
 from router.app import create_app
 from router.resume.recorder import Recorder
-from router.resume.stream_records import Entry, StreamKey, StreamRecords, WriteOutcome
+from router.resume.stream_records import Entry, StreamKey, StreamRecords, Taken, WriteOutcome
 from router.service import Router
 from router.text.tokenizer import Tokenizer
 from tests.unit.router.scripted_workers import Script, ScriptedDecode, ScriptedPrefill, ScriptedWorker
@@ -139,7 +139,7 @@ class MemoryRecords:
             raise ConnectionError("the keeper is gone")
         self.records.touch(running, time.monotonic())
 
-    async def take_over(self, key: StreamKey, owner: str, began: float, num_seen: int) -> list[bytes] | None:
+    async def take_over(self, key: StreamKey, owner: str, began: float, num_seen: int) -> list[bytes] | Taken | None:
         if self.away:
             raise ConnectionError("the keeper is gone")
         return self.records.take_over(key, owner, began, num_seen, time.monotonic())

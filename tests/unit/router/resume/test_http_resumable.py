@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.requests import Request
 
 from cluster.commands.lib.key_file import add_key
 from configs.schema import TierConfig
@@ -19,6 +20,7 @@ from router.access.callers import anonymous
 from router.access.meter import Meter
 from router.api.errors import error_response
 from router.endpoints.metered import MeteredRouter
+from router.endpoints.reading import has_left
 from router.endpoints.resumption import ResumptionEndpoint
 from router.request.answer import Delta
 from router.resume.resumable import AnswerRequest
@@ -222,6 +224,22 @@ def test_who_has_left_takes_no_stream(run_cluster: Run) -> None:
         await cluster.clean()
 
     run_cluster(test)
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_body_that_has_come_does_not_hide_that_its_client_has_left(leaves: bool) -> None:
+    """Ray Serve hands messages on in their order: the request again, and then that its client has gone."""
+    body = [{"type": "http.request", "body": b"{}", "more_body": more} for more in (True, False)]
+    messages = [*body, *([{"type": "http.disconnect"}] if leaves else [])]
+
+    async def receive() -> Any:
+        if not messages:
+            await asyncio.Event().wait()
+        return messages.pop(0)
+
+    request = Request({"type": "http", "headers": []}, receive)
+    assert asyncio.run(asyncio.wait_for(has_left(request), 5)) is leaves
+    assert not messages
 
 
 def test_who_is_refused_leaves_the_stream_where_it_is(run_cluster: Run, tmp_path: Path) -> None:

@@ -10,9 +10,10 @@ from typing import TypeVar
 
 import pytest
 
+from protocol.errors import StreamTakenError
 from router.request.answer import Delta, TextLogprob, TextLogprobs, TokenText
 from router.resume.recorder import Recorder, RecordWriter, TakenRecord, new_writer
-from router.resume.stream_records import Entry, RecordStore, StreamKey, StreamRecords, WriteOutcome
+from router.resume.stream_records import Entry, RecordStore, StreamKey, StreamRecords, Taken, WriteOutcome
 from tests.unit.simulated_time import run_in_simulated_time
 
 _Answer = TypeVar("_Answer")
@@ -32,7 +33,7 @@ class FromAnotherThread(RecordStore):
         self.records.touch(running, time.monotonic())
         await self._said(None)
 
-    async def take_over(self, key: StreamKey, owner: str, began: float, num_seen: int) -> list[bytes] | None:
+    async def take_over(self, key: StreamKey, owner: str, began: float, num_seen: int) -> list[bytes] | Taken | None:
         return await self._said(self.records.take_over(key, owner, began, num_seen, time.monotonic()))
 
     async def read(self, key: StreamKey, num_seen: int) -> list[bytes] | None:
@@ -60,7 +61,7 @@ class ByTheLoop(RecordStore):
         self.touched.append(len(running))
         self.records.touch(running, now())
 
-    async def take_over(self, key: StreamKey, owner: str, began: float, num_seen: int) -> list[bytes] | None:
+    async def take_over(self, key: StreamKey, owner: str, began: float, num_seen: int) -> list[bytes] | Taken | None:
         return self.records.take_over(key, owner, began, num_seen, now())
 
     async def read(self, key: StreamKey, num_seen: int) -> list[bytes] | None:
@@ -116,7 +117,7 @@ def test_a_stream_that_runs_is_kept_however_long_it_is_silent() -> None:
         assert store.records.write([Entry(KEY, "dead", 0.0, number, b"{}") for number in range(2)], 0.0)
         await asyncio.sleep(100.0)
         chunks = await store.take_over(KEY, "me", 100.0, 1)
-        assert chunks is not None
+        assert isinstance(chunks, list)
         writer = RecordWriter(KEY, "me", 100.0, [], len(chunks))
         rest = recorder.resumed(TakenRecord(b"request", [], writer), at_times(230.0, 470.0))
         assert await _take(rest) == 2
@@ -181,6 +182,37 @@ def test_a_stream_with_a_piece_that_is_too_long_to_write_down_has_no_record(firs
         assert await _take(said) == 2
         assert writer.lost
         assert await store.read(KEY, 0) is None
+        await recorder.close()
+
+    run_in_simulated_time(main())
+
+
+def test_an_answer_with_many_logprobs_keeps_its_record() -> None:
+    """A slow client gets many tokens at once, and needs the record most."""
+
+    async def main() -> None:
+        recorder = Recorder(store := ByTheLoop(120.0, 2**26), 120.0)
+        entry = TextLogprobs(TextLogprob(TokenText("a", (97,)), -1.0), (TextLogprob(TokenText("b", (98,)), -2.0),) * 20)
+
+        async def answer() -> AsyncGenerator[Delta, None]:
+            yield Delta(0, "a" * 250, (7,) * 250, (entry,) * 250, None, 0)
+
+        assert await _take(recorder.recorded(writer := new_writer(KEY, b"request"), answer())) == 1
+        assert not writer.lost
+        kept = await store.read(KEY, 0)
+        assert kept is not None
+        assert len(kept) == 2
+        await recorder.close()
+
+    run_in_simulated_time(main())
+
+
+def test_who_comes_too_late_is_told_that_another_has_the_stream() -> None:
+    async def main() -> None:
+        recorder = Recorder(store := ByTheLoop(120.0), 120.0)
+        store.records.write([Entry(KEY, "newer", 20.0, 0, b"request")], 0.0)
+        with pytest.raises(StreamTakenError):
+            await recorder.take_over(KEY, 10.0, 0)
         await recorder.close()
 
     run_in_simulated_time(main())

@@ -122,7 +122,7 @@ def test_who_came_back_later_keeps_the_stream() -> None:
     records, at = StreamRecords(10, 100_000, 60.0), key("a")
     begin(records, "a")
     assert records.take_over(at, "second", 20.0, 0, 0.0) == [b"x"]
-    assert records.take_over(at, "first", 10.0, 0, 0.0) is None
+    assert records.take_over(at, "first", 10.0, 0, 0.0) is WriteOutcome.TAKEN, "not that there is none: it would begin anew"
     assert records.write([Entry(at, "second", 20.0, 1, b"1")], 0.0) == [WriteOutcome.KEPT]
 
 
