@@ -170,6 +170,11 @@ class Claim:
         return [link.life for link in self.workers if link.died]
 
     @property
+    def given_up(self) -> bool:
+        """One of its workers, which lives, has given this router up."""
+        return any(link.gave_up for link in self.workers)
+
+    @property
     def lost(self) -> set[str]:
         """The ids of its workers that are lost."""
         return {link.ref.worker_id for link in self.workers if link.gone.done()}

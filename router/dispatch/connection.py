@@ -70,6 +70,11 @@ class Connection:
             self.broke()
             raise self.lost_error() from None
 
+    @property
+    def gave_up(self) -> bool:
+        """The worker, which lives, has given this router up."""
+        return self._client.given_up
+
     def lose(self, reason: str) -> None:
         """Give the connection up; does nothing once it is lost."""
         if not self.gone.done():
@@ -78,7 +83,7 @@ class Connection:
 
     def broke(self) -> None:
         """Note that the connection broke or the worker has given this router up, unless it was lost before."""
-        if self._client.given_up:
+        if self.gave_up:
             self.lose("the worker had given this router up")
         elif not self.gone.done():
             self.died = True

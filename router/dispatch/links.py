@@ -118,6 +118,11 @@ class WorkerLink:
         return self.ref.life
 
     @property
+    def gave_up(self) -> bool:
+        """The worker, which lives, has given this router up: it heard nothing of it for a lease."""
+        return self.connection.gave_up
+
+    @property
     def died(self) -> bool:
         """The link is lost because the connection broke, as it does when the worker's process ends."""
         return self.connection.died

@@ -148,7 +148,8 @@ class Pipeline:
         """Raises what ends the request, if it may not go on."""
         claim, journal, times = attempt.claim, attempt.journal, attempt.times
         times.lost()
-        if not claim.deaths:  # the controller judges by lives; one accident would count as many times as it cut streams
+        # The controller judges by lives. One accident, a router that was held too, would count as many times as it cut streams.
+        if not claim.deaths and not claim.given_up:
             attempt.note_failure()
         if isinstance(error, KvTransferError):
             self._metrics.kv_transfer_failures.inc()

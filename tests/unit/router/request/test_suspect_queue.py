@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 
@@ -102,7 +102,7 @@ class _Admission:
     async def admit(self, attempt_id: str, journal: Journal, deadline: float, *, retried: bool, avoid: object) -> Any:
         left_s = deadline - asyncio.get_running_loop().time()
         assert left_s > QUEUE_S - 1.0, "the time behind other suspects counts"
-        claim = _Claim(decoded=False, deaths=[], killed=None)
+        claim = _Claim(decoded=False, deaths=[], killed=None, given_up=False)
         claim.computes.ref.computation = "a"
         claim.prefill_s = 3 * QUEUE_S if journal.num_tokens == LONG else 0.1
         if retried:
@@ -135,5 +135,27 @@ def test_a_short_suspect_outlives_a_long_one(late_s: float) -> None:
             answers += [tasks.create_task(answer(SHORT)) for _ in range(3)]
         assert [each.result() for each in answers] == [[7]] * 4
         assert admission.resumed == ([LONG, SHORT, SHORT, SHORT] if late_s else [SHORT, SHORT, SHORT, LONG])
+
+    run_in_simulated_time(main())
+
+
+@pytest.mark.parametrize("given_up", [True, False])
+def test_a_router_that_was_held_says_nothing_of_a_new_configuration(given_up: bool) -> None:
+    """All its streams at a worker end at once, and each would count against the configuration on trial."""
+
+    async def main() -> None:
+        admission, watch = AsyncMock(), MagicMock()
+        claims = [_Claim(decoded=False, deaths=[], killed=None, given_up=given_up) for _ in range(2)]
+        for claim in claims:
+            claim.computes.ref.computation = "a"
+        claims[0].dies = True
+        admission.admit.side_effect, admission.note_failure = claims, MagicMock(return_value=set())
+        watched = [SimpleNamespace(failed=False, tokens=MagicMock()) for _ in claims]
+        watch.begin.side_effect = watched
+        watch.on_trial.return_value = True
+        pipeline = Pipeline(admission, MagicMock(), LimitsConfig(queue_s=QUEUE_S), MagicMock(), watch)
+        journal = Journal((1,) * SHORT, SamplingParams(seed=0, max_tokens=1), "")
+        assert [token async for tokens in pipeline.run(journal, MagicMock()) for token in tokens.token_ids] == [7]
+        assert [each.failed for each in watched] == [not given_up, False]
 
     run_in_simulated_time(main())
