@@ -98,7 +98,6 @@ class TokenStream:
         del self._arrivals[0]
         first = self._outputs.pop(0)
         self._num_tokens -= len(first.token_ids)
-        self._least = self._interval
         return first
 
     async def _some(self) -> None:

@@ -83,9 +83,9 @@ class ChoiceRunner:
                     now = time.monotonic()
                     if latest is None:
                         self._note_first(choice, now, tokens.cached_tokens)
+                        latest = now
                     else:
-                        metrics.inter_token_latency.observe(now - latest)
-                    latest = now
+                        latest = self._note_gaps(latest, tokens, now)
                     metrics.generation_tokens.inc(len(tokens.token_ids))
                     used.generation_tokens.inc(len(tokens.token_ids))
                     delta = await self._threads.offload(tenant, _size_of(tokens, text.weight), text.push, tokens)
@@ -97,6 +97,13 @@ class ChoiceRunner:
                         break
                     yield delta
             yield delta  # the last one, when the workers have been released
+
+    def _note_gaps(self, latest: float, tokens: Tokens, now: float) -> float:
+        """Observe the gap before each step's tokens, however many of them come in one piece. Return when the last ones came."""
+        for at in [arrival.at for arrival in tokens.arrivals] or [now]:
+            self._metrics.inter_token_latency.observe(max(0.0, at - latest))
+            latest = at
+        return latest
 
     def _note_first(self, choice: Choice, now: float, cached_tokens: int) -> None:
         """Count a choice's first token, and the prompt with the first choice's."""

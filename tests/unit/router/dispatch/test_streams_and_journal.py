@@ -86,17 +86,19 @@ def test_an_interval_holds_tokens_back_until_there_are_enough() -> None:
         stream = OpenStreams(3).open(1)
         stream.put(output(1), ARRIVAL)
         assert (await stream.take_first()).token_ids == (1,), "the first token waits for no other"
+        stream.put(output(2), ARRIVAL)
+        assert (await stream.take()).token_ids == (2,), "nor does the first step after the prompt's"
         waiting = asyncio.create_task(stream.take())
-        for token_id in (2, 3):
+        for token_id in (3, 4):
             await asyncio.sleep(0)
             stream.put(output(token_id), ARRIVAL)
         await asyncio.sleep(0)
         assert not waiting.done()
-        stream.put(output(4), ARRIVAL)
-        assert (await waiting).token_ids == (2, 3, 4)
         stream.put(output(5), ARRIVAL)
-        stream.put(output(6, finish=FinishReason.LENGTH), ARRIVAL)
-        assert (await stream.take()).token_ids == (5, 6), "the end comes at once"
+        assert (await waiting).token_ids == (3, 4, 5)
+        stream.put(output(6), ARRIVAL)
+        stream.put(output(7, finish=FinishReason.LENGTH), ARRIVAL)
+        assert (await stream.take()).token_ids == (6, 7), "the end comes at once"
 
     asyncio.run(main())
 
