@@ -46,8 +46,8 @@ LOST_SHARE = 0.02
 """Part of the time that may be lost by drafts that do not pay."""
 ALLOWED_STEPS = 32
 """What may be lost beyond that, in plain steps' times, before no stream is taken in: what that costs is saved only later."""
-_REMEMBERED_STEPS = 2 * ALLOWED_STEPS
-"""Losses are remembered up to so many plain steps' times: one step that stalls does not keep streams out for long."""
+_MOST_LOST_STEPS = 2 * ALLOWED_STEPS
+"""What one step counts as having lost, at most, in plain steps' times: one that stalls does not keep streams out for long."""
 _EXACT_ROWS = 32
 """Rows of the draft model up to which each number is timed apart; beyond, numbers up to a multiple of it are one."""
 
@@ -130,7 +130,7 @@ class ModelSpeculator(Speculator):
         self._without = 0
         """Steps in a row in which no draft paid."""
         self._lost_s = 0.0
-        """What drafts have cost more than they saved lately, but for the part of the time that may be lost."""
+        """What drafts have cost more than they saved, but for the part of the time that may be lost."""
         self._failed = False
         """Whether the draft model has raised: then nothing is drafted any more."""
         self._job: _Job | None = None
@@ -190,9 +190,9 @@ class ModelSpeculator(Speculator):
         num_streams = sum(map(bool, results))
         if drafted is not None and num_streams and not self._beside_prompts:
             plain_s = self._costs.seconds(num_streams) * sum(map(len, results)) / num_streams
-            self._lost_s += sum(seconds for _, seconds in drafted.steps) + step_s - plain_s
-        most_s = _REMEMBERED_STEPS * self._costs.seconds(max(1, num_streams))
-        self._lost_s = min(max(0.0, self._lost_s - LOST_SHARE * step_s), most_s)
+            lost_s = sum(seconds for _, seconds in drafted.steps) + step_s - plain_s
+            self._lost_s += min(lost_s, _MOST_LOST_STEPS * self._costs.seconds(num_streams))
+        self._lost_s = max(0.0, self._lost_s - LOST_SHARE * step_s)
 
     def _give_up(self, error: Exception | None) -> None:
         """Draft nothing any more, as the draft model has raised."""
