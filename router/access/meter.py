@@ -8,7 +8,7 @@ What was computed stays charged, also if the client leaves before it gets a toke
 a stream that failed before its first piece, and any other answer that failed at all, since its client got none of it.
 The buckets are the cluster's. While their keeper is away each router counts by itself: a limit then holds per router, which is
 better than none and than no service. What is given back goes to where it was charged, to the keeper a moment after it is back.
-A charge that the keeper takes when nobody waits for it any more is given back, too.
+A charge that the keeper takes when nobody waits for it any more is given back, too, unless it takes it many seconds late.
 """
 
 from __future__ import annotations

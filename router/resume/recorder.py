@@ -34,7 +34,7 @@ _LOOKS_IN_RETENTION = 4
 """Looks for silent streams in the time for which records are retained. A stream is touched after two looks at the latest."""
 _DELTA = TypeAdapter(Delta)
 _MOST_ENTRIES = 4096
-"""Most tokens with logprobs, alternatives included, that a recorded piece may repeat of a prompt. Nothing else runs while one is
+"""Most tokens with logprobs, alternatives included, that a recorded piece may repeat of a prompt. Nothing else runs while it is
 written, or later read: with 4,096 that took 4 and 30 ms (AMD EPYC, 2026-11-30)."""
 
 

@@ -227,23 +227,25 @@ class KafkaFeed:
 
         What is left is counted then, and lines that should be among it are lost.
         """
-        with self._books:
-            numbers = self._log.numbers()
-            if self._place.number not in numbers:
-                num_added, end = self._added
-                number = next((number for number in numbers if number > self._place.number), numbers[0])
-                place = Place(number, 0)
-                num_gone = self._num_behind + num_added - self._num_passed - self._lines_between(place, end)
+        while (before := self._place).number not in (numbers := self._log.numbers()):
+            num_added, end = self._added
+            number = next((number for number in numbers if number > before.number), numbers[0])
+            place = Place(number, 0)
+            num_left = self._lines_between(place, end)  # without the books: who writes the log may want them
+            with self._books:
+                if self._place != before:  # the log's bound has removed what it stood in, and counted that
+                    continue
+                num_gone = self._num_behind + num_added - self._num_passed - num_left
                 self._place = place
                 self._num_passed += num_gone
                 self._num_lost += max(0, num_gone)  # a log that was begun anew has more lines than were known
                 self._keep()
-                log.error(
-                    "the usage log has lost the file that Kafka gets next, with %d lines; it goes on with file %d",
-                    max(0, num_gone),
-                    number,
-                )
-            return self._place
+            log.error(
+                "the usage log has lost the file that Kafka gets next, with %d lines; it goes on with file %d",
+                max(0, num_gone),
+                number,
+            )
+        return before
 
     def _delivered(self, batch: _Batch) -> bool:
         """Send the lines. Returns whether the brokers have confirmed all of them."""
