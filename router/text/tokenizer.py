@@ -6,6 +6,7 @@ else through the `tokenizers` package, which reads the model's tokenizer.json.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -22,6 +23,8 @@ from router.text.renamed_tokens import RenamedControlTokens
 from router.text.traced import outline_of, plain
 from router.text.whole_tokens import WholeTokens
 
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+"""Read by `tokenizers` at each call: a batch is one text here, and a pool of a thread for each core would do nothing."""
 _SHRINKING = 4
 """Normalizing makes a text shorter by no more than this factor, but for runs of spaces."""
 
