@@ -75,7 +75,8 @@ def samples_of(response: httpx.Response) -> dict[tuple[str, str | None], float]:
     }
 
 
-def test_metrics_are_valid_and_count(run_cluster: Run) -> None:
+@pytest.mark.parametrize("interval", [1, 4])
+def test_metrics_are_valid_and_count(run_cluster: Run, interval: int) -> None:
     async def test(cluster: Any) -> None:
         cluster.says("one two three")
         for _ in range(2):
@@ -90,12 +91,12 @@ def test_metrics_are_valid_and_count(run_cluster: Run) -> None:
         assert samples["tandem:prompt_tokens_total", None] == 6
         assert samples["tandem:request_success_total", "length"] == 2
         assert samples["tandem:time_to_first_token_seconds_count", None] == 2
-        assert samples["tandem:inter_token_latency_seconds_count", None] >= 2
+        assert samples["tandem:inter_token_latency_seconds_count", None] == 4, "each token after the first, however they came"
         assert samples["tandem:e2e_request_latency_seconds_count", None] == 2
         assert samples["tandem:num_requests_running", "prefill-0"] == 0
         assert samples["tandem:worker_restarts_total", "decode-0"] == 0
 
-    run_cluster(test)
+    run_cluster(test, http={"stream_interval": interval})
 
 
 def test_status_of_reported_and_unreported_workers(run_cluster: Run) -> None:
