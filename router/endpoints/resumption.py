@@ -58,8 +58,8 @@ class ResumptionEndpoint:
         """Send the rest of a stream: what is on record after the event `seen`, then what was not generated yet.
 
         Raises StreamNotFoundError if there is no such record, StreamTakenError if a newer request has it, UnavailableError if
-        the keeper of the records is away, as `MeteredRouter.generate`, and ClientDisconnect if the client has left meanwhile:
-        another router may have its stream by now. The stream stays with its other connection then.
+        the keeper of the records is away, and as `MeteredRouter.generate`. Raises ClientDisconnect if the client has left
+        meanwhile: another router may have its stream by now. The stream stays with its other connection then.
         """
         began = time.time()
         check_model(self._router, request, None)

@@ -39,6 +39,7 @@ def test_a_figure_with_a_goal_is_in_one_goal() -> None:
         "guidellm",
         "api_cases",
         "simulate",
+        "paced_simulation",
         "paced_kills",
     }  # checks without a goal of an issue
     assert {name for name, _ in known - named.keys()} <= elsewhere
