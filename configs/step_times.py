@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict
 from configs.profiles import DecodeTime, PrefillTime
 
 _LEAST_S = 1e-9
-"""What a step takes where lines that go on as they end are at 0: others divide by it."""
+"""The least that a step takes, in seconds. A line may reach 0 beyond its measured points, and others divide by its value."""
 
 
 @dataclass(frozen=True)

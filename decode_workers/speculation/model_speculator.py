@@ -47,7 +47,7 @@ LOST_SHARE = 0.02
 ALLOWED_STEPS = 32
 """What may be lost beyond that, in plain steps' times, before no stream is taken in: what that costs is saved only later."""
 _MOST_LOST_STEPS = 2 * ALLOWED_STEPS
-"""What one step counts as having lost, at most, in plain steps' times: one that stalls does not keep streams out for long."""
+"""The most that one step adds to the loss, in plain steps' times. So a step that stalls does not keep streams out for long."""
 _EXACT_ROWS = 32
 """Rows of the draft model up to which each number is timed apart; beyond, numbers up to a multiple of it are one."""
 

@@ -153,7 +153,7 @@ def parse_body(kind: type[_B], data: bytes) -> _B:
 
 
 def _is_finite(value: Any) -> bool:
-    """Whether all numbers in a JSON value are finite: 1e999 is no NaN to the decoder, and not refused by it.
+    """Whether all numbers in a decoded JSON value are finite. The decoder refuses NaN, and makes infinity of 1e999.
 
     The value may be nested as deep as `check_counts` lets it. Other threads get the interpreter meanwhile; a search for a
     pattern in the bytes would hold it.

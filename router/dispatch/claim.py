@@ -172,7 +172,7 @@ class Claim:
     @property
     def given_up(self) -> bool:
         """One of its workers, which lives, has given this router up."""
-        return any(link.gave_up for link in self.workers)
+        return any(link.given_up for link in self.workers)
 
     @property
     def lost(self) -> set[str]:

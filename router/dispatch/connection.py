@@ -71,7 +71,7 @@ class Connection:
             raise self.lost_error() from None
 
     @property
-    def gave_up(self) -> bool:
+    def given_up(self) -> bool:
         """The worker, which lives, has given this router up."""
         return self._client.given_up
 
@@ -83,7 +83,7 @@ class Connection:
 
     def broke(self) -> None:
         """Note that the connection broke or the worker has given this router up, unless it was lost before."""
-        if self.gave_up:
+        if self.given_up:
             self.lose("the worker had given this router up")
         elif not self.gone.done():
             self.died = True

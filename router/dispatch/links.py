@@ -118,9 +118,9 @@ class WorkerLink:
         return self.ref.life
 
     @property
-    def gave_up(self) -> bool:
+    def given_up(self) -> bool:
         """The worker, which lives, has given this router up: it heard nothing of it for a lease."""
-        return self.connection.gave_up
+        return self.connection.given_up
 
     @property
     def died(self) -> bool:

@@ -35,7 +35,7 @@ async def read_body(router: Router, request: Request, kind: type[_B]) -> tuple[_
 
 
 async def has_left(request: Request) -> bool:
-    """Whether the client is known to have left. What has come of a body that nobody reads comes first, and is dropped."""
+    """Whether the client is known to have left. Messages come in order: what has come of its unread body is dropped first."""
     for _ in range(_PARTS):
         if await request.is_disconnected():
             return True

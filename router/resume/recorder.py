@@ -54,7 +54,7 @@ class RecordWriter:
 
 
 def _repeats_long_prompt(delta: Delta) -> bool:
-    """Whether a piece has the logprobs of so many tokens of a prompt, which are none of its own, that it is not recorded."""
+    """Whether a piece repeats so many logprobs of its prompt that it is not recorded. They stand beside its own tokens'."""
     return len(delta.logprobs) > len(delta.token_ids) and num_entries(delta.logprobs) > _MOST_ENTRIES
 
 

@@ -139,6 +139,16 @@ def test_a_stream_that_is_cut_anywhere_is_the_whole_stream(run_cluster: Run, kin
     run_cluster(test)
 
 
+async def under_way(cluster: Any, *, step_s: float) -> tuple[Client, asyncio.Future[None]]:
+    """A stream that has sent three events, and the task that reads on."""
+    cluster.says(TEXT)
+    cluster.script.step_s = step_s
+    client = Client(cluster, prompt="Count:")
+    reading = asyncio.ensure_future(client.read())
+    await cluster.until(lambda: len(client.events) >= 3)
+    return client, reading
+
+
 def texts(data: list[Any]) -> dict[int, tuple[str, list[int], Any, list[Any]]]:
     """Text, tokens, finish reason and logprobs of each choice."""
     found: dict[int, tuple[str, list[int], Any, list[Any]]] = {}
@@ -173,11 +183,7 @@ def test_the_one_who_comes_back_has_the_stream(run_cluster: Run) -> None:
     """The first connection is still open: it ends when the second one has taken over, and what it holds is freed."""
 
     async def test(cluster: Any) -> None:
-        cluster.says(TEXT)
-        cluster.script.step_s = 0.1
-        first = Client(cluster, prompt="Count:")
-        reading = asyncio.ensure_future(first.read())
-        await cluster.until(lambda: len(first.events) >= 3)
+        first, reading = await under_way(cluster, step_s=0.1)
         second = Client(cluster, prompt="Count:")
         second.headers = first.headers
         second.events = first.events[:2]
@@ -197,11 +203,7 @@ def test_who_has_left_takes_no_stream(run_cluster: Run) -> None:
     """Its router was held for longer than it waited. Meanwhile it may have the stream from another router."""
 
     async def test(cluster: Any) -> None:
-        cluster.says(TEXT)
-        cluster.script.step_s = 0.05
-        client = Client(cluster, prompt="Count:")
-        reading = asyncio.ensure_future(client.read())
-        await cluster.until(lambda: len(client.events) >= 3)
+        client, reading = await under_way(cluster, step_s=0.05)
         read, held, goes_on = cluster.records.read, asyncio.Event(), asyncio.Event()
 
         async def read_late(*args: Any) -> Any:
@@ -409,11 +411,7 @@ def test_streams_are_forgotten(run_cluster: Run) -> None:
 
 def test_streams_go_on_without_their_keeper(run_cluster: Run) -> None:
     async def test(cluster: Any) -> None:
-        cluster.says(TEXT)
-        cluster.script.step_s = 0.05
-        client = Client(cluster, prompt="Count:")
-        reading = asyncio.ensure_future(client.read())
-        await cluster.until(lambda: len(client.events) >= 3)
+        client, reading = await under_way(cluster, step_s=0.05)
         cluster.records.away = True
         await reading
         assert texts(client.data)[0][0] == TEXT
