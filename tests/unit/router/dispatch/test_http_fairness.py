@@ -121,7 +121,7 @@ def test_tiers_priorities_and_weights_decide_about_the_order(run_cluster: Run, t
 
         cluster.prefill[0].gate.clear()
         tasks = [asyncio.ensure_future(one("first", high))]
-        await cluster.until(lambda: bool(cluster.decode[0].tickets))
+        await cluster.until(lambda: bool(cluster.prefill[0].working))
         wanted = [("standard", low, 0), ("last", low, 5), ("gold", high, 0), ("gold first", high, -2)]
         for number, (name, key, priority) in enumerate(wanted):
             tasks.append(asyncio.ensure_future(one(name, key, priority)))

@@ -95,7 +95,7 @@ def test_big_request_is_served_before_small_ones_that_came_later(run_cluster: Ru
         # A pool of 10 blocks: the first request takes 6, the big one needs all, the small ones would fit beside the first.
         cluster.prefill[0].gate.clear()
         tasks = [asyncio.ensure_future(one("first", 80))]
-        await cluster.until(lambda: bool(cluster.decode[0].tickets))
+        await cluster.until(lambda: bool(cluster.prefill[0].working))
         tasks.append(asyncio.ensure_future(one("big", 144)))
         await cluster.until(lambda: len(cluster.router._admission._line) == 1)
         tasks += [asyncio.ensure_future(one(f"small {index}", 1)) for index in range(3)]
@@ -134,7 +134,7 @@ def test_no_room_in_time_is_429(run_cluster: Run) -> None:
     async def test(cluster: Any) -> None:
         cluster.prefill[0].gate.clear()
         first = asyncio.ensure_future(cluster.complete(prompt=prompt(120)))
-        await cluster.until(lambda: bool(cluster.decode[0].tickets))
+        await cluster.until(lambda: bool(cluster.prefill[0].working))
         late = await cluster.complete(prompt=prompt(120))
         assert late.status_code == 429
         assert late.json()["error"]["type"] == "rate_limit_error"
@@ -194,7 +194,7 @@ def test_too_long_a_line_is_429_at_once(run_cluster: Run) -> None:
     async def test(cluster: Any) -> None:
         cluster.prefill[0].gate.clear()
         tasks = [asyncio.ensure_future(cluster.complete(prompt=prompt(120)))]
-        await cluster.until(lambda: bool(cluster.decode[0].tickets))
+        await cluster.until(lambda: bool(cluster.prefill[0].working))
         tasks += [asyncio.ensure_future(cluster.complete(prompt=prompt(120))) for _ in range(2)]
         await cluster.until(lambda: len(cluster.router._admission._line) == 2)
         refused = await cluster.complete(prompt=prompt(120))
