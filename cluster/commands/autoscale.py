@@ -36,7 +36,7 @@ def show(url: Url = DEFAULT_URL, admin_key: AdminKey = None) -> None:
     state = ApiClient(url, admin_key).get("/admin/status").get("autoscaler")
     if state is None:
         raise InvalidRequestError("this cluster does not size itself: it was started without --autoscale", param="autoscale")
-    console = Console(highlight=False, soft_wrap=True, markup=False)
+    console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
     console.print("paused: " + state["paused"] if state["paused"] else "running")
     if state["problem"]:
         console.print(state["problem"])

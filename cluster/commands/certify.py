@@ -78,7 +78,7 @@ def _run(parts: Sequence[Part], device: Literal["cuda", "cpu"], folder: Path) ->
 
     from certify.runner import run_part
 
-    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    console = Console(stderr=True, highlight=False, markup=False, emoji=False, soft_wrap=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("starting", total=len(parts))

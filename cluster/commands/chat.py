@@ -130,7 +130,7 @@ def _text_and_tokens(event: dict[str, Any]) -> tuple[str, int]:
 
 def converse(client: ApiClient, conversation: Conversation, console: Console) -> None:
     """Read a line, ask the model, print its answer, until /exit or the end of input."""
-    console.print(f"[bold]{escape(printable(conversation.model))}[/bold]. {HELP}", highlight=False)
+    console.print(f"[bold]{escape(printable(conversation.model))}[/bold]. {HELP}", highlight=False, emoji=False)
     while True:
         try:
             text = input("> ").strip()  # readline has to know the prompt, and takes no markup
@@ -180,11 +180,12 @@ def _turn(client: ApiClient, conversation: Conversation, text: str, console: Con
                 if interrupted.is_set():
                     raise KeyboardInterrupt
                 said.append(piece)
-                console.print(printable(piece), end="", markup=False, highlight=False, soft_wrap=True)
+                console.file.write(printable(piece))  # console.print would expand tabs, and turn `:x:` into an emoji
+                console.file.flush()
     except KeyboardInterrupt:
         console.print(" [dim](stopped)[/dim]", end="")
     except TandemError as error:
-        console.print(f"[red]{escape(printable(error.message))}[/red]", highlight=False)
+        console.print(f"[red]{escape(printable(error.message))}[/red]", highlight=False, emoji=False)
     console.print(f"\n[dim]{timing.summary(time.monotonic())}[/dim]", highlight=False)
     if said:
         conversation.keep(text, "".join(said))

@@ -64,7 +64,7 @@ class _Lossy(io.TextIOBase):
 def progress_console(stream: TextIO | None) -> Console:
     """Return a console for progress. No line that can't be written there ends the cluster it tells of."""
     file = None if stream is None else cast(TextIO, _Lossy(stream))
-    return Console(file=file, stderr=True, highlight=False, soft_wrap=True, markup=False)
+    return Console(file=file, stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 
 def serve_until_interrupted(config: ClusterConfig, address: str | None) -> None:

@@ -10,7 +10,7 @@ from configs.profiles import MachineProfile, MeasuredProduct
 
 def print_profile(profile: MachineProfile) -> None:
     """Print what was measured: a table of products, one of steps, and the sizes of steps that follow."""
-    console = Console(soft_wrap=True, highlight=False)
+    console = Console(soft_wrap=True, highlight=False, emoji=False)
     key = profile.key
     kv = "" if key.kv_cache_dtype == "auto" else f", KV in {key.kv_cache_dtype}"
     of = f"{profile.model}, {key.dtype} {key.quantization}{kv}" + (f", {key.ranks} ranks" if key.ranks > 1 else "")

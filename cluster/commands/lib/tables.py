@@ -200,9 +200,9 @@ def _numbers(row: UsageSum) -> list[str]:
 
 
 def table_console() -> Console:
-    """Return a console for tables: whoever reads a pipe wants whole lines."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=_PIPE_WIDTH)
+    """Return a console for tables. Whoever reads a pipe wants whole lines, and nobody wants an emoji where a text has `:x:`."""
+    console = Console(highlight=False, emoji=False)
+    return console if console.is_terminal else Console(highlight=False, emoji=False, width=_PIPE_WIDTH)
 
 
 def _backoff(worker: Mapping[str, Any]) -> str:

@@ -52,7 +52,7 @@ def try_config(client: ApiClient, path: Path, canary: float, watch_s: float, min
     if state["phase"] != "done":
         raise UnavailableError(f"rolled back: {state['reason']}")
     for line in rollout_lines(state):
-        console.print(line, markup=False, highlight=False)
+        console.print(line, markup=False, highlight=False, emoji=False)
 
 
 def abort(client: ApiClient) -> None:

@@ -95,3 +95,8 @@ def test_a_pipe_gets_every_column_in_one_line(monkeypatch: pytest.MonkeyPatch, c
     head, row = (line.split() for line in capsys.readouterr().out.splitlines())
     assert len(head) == len(row) == len(tables._COLUMNS)
     assert node in row
+
+
+def test_what_others_say_has_no_emoji_in_it(capsys: pytest.CaptureFixture[str]) -> None:
+    tables.print_status({"workers": [{**WORKERS[0], "last_error": "KeyError: items[:x:] at 12:100:34"}]})
+    assert "items[:x:] at 12:100:34" in capsys.readouterr().out
