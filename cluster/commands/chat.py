@@ -96,14 +96,18 @@ class Timing:
 
     begun: float
     first: float | None = None
-    tokens: int = 0
+    tokens: int | None = None
+    """The server's count, which comes at the end: None of an answer that was stopped or broke off."""
 
     def summary(self, now: float) -> str:
-        """Say how many tokens came, after how long, and how fast. `now` is the time of the end."""
+        """Say when the first token came and, once the server has counted them, how many came how fast. `now` is the end."""
         if self.first is None:
             return "no answer"
+        first_ms = f"{(self.first - self.begun) * 1000:.0f} ms"
+        if self.tokens is None:
+            return f"first token after {first_ms}"
         rate = f", {(self.tokens - 1) / (now - self.first):.1f} tokens/s" if self.tokens > 1 and now > self.first else ""
-        return f"{self.tokens} tokens, first after {(self.first - self.begun) * 1000:.0f} ms{rate}"
+        return f"{self.tokens} tokens, first after {first_ms}{rate}"
 
 
 def answer_pieces(events: Iterator[dict[str, Any]], timing: Timing) -> Iterator[str]:

@@ -277,6 +277,13 @@ def test_pieces_of_an_answer_and_its_timing() -> None:
     assert Timing(begun=0.0).summary(1.0) == "no answer"
 
 
+def test_an_answer_that_was_stopped_has_no_count_of_tokens() -> None:
+    timing = Timing(begun=0.0)
+    list(answer_pieces(iter([{"choices": [{"delta": {"content": text}}]} for text in ("Par", "is")]), timing))
+    assert timing.first is not None
+    assert timing.summary(timing.first + 1.5) == f"first token after {timing.first * 1000:.0f} ms"
+
+
 def test_a_local_cluster_is_closed_to_others(tmp_path: Path) -> None:
     first, second = local_environment(tmp_path), local_environment(tmp_path)
     assert first["RAY_AUTH_MODE"] == "token"
