@@ -72,7 +72,8 @@ class ApiClient:
     def stream(self, path: str, body: Any) -> Generator[dict[str, Any], None, None]:
         """Yield the events of a streamed answer, up to `[DONE]`. Closing the iterator ends the request.
 
-        Raises TandemError if the request is refused or the stream ends with an error, UnavailableError if nobody answers.
+        Raises TandemError if the request is refused or the stream ends with an error, UnavailableError if nobody answers or
+        the answer breaks off.
         """
         timeout = httpx.Timeout(_STREAM_S, connect=_CONNECT_S)
         try:
@@ -123,7 +124,11 @@ def _authorities(url: httpx.URL) -> ssl.SSLContext | bool:
 
 
 def _events(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """The events up to `[DONE]`. Raises the TandemError that an event carries, UnavailableError for what is no event."""
+    """The events up to `[DONE]`. Raises the TandemError that an event carries, UnavailableError for what is no event.
+
+    So it does at the end of a stream that broke off: one with neither `[DONE]` nor a `finish_reason`.
+    """
+    is_finished = False
     for line in lines:
         if not line.startswith("data:"):
             continue
@@ -138,7 +143,15 @@ def _events(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
             raise UnavailableError(f"the answer is not as in OpenAI's API: {data:.100}")
         if event.get("error"):
             raise _error_from(event["error"])
+        is_finished = is_finished or _has_finish_reason(event)
         yield event
+    if not is_finished:
+        raise UnavailableError("the answer broke off: it has neither a finish_reason nor [DONE]")
+
+
+def _has_finish_reason(event: Mapping[str, Any]) -> bool:
+    choices = event.get("choices")
+    return isinstance(choices, list) and any(isinstance(each, dict) and each.get("finish_reason") for each in choices)
 
 
 def _error_in(answer: httpx.Response) -> TandemError:

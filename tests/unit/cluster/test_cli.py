@@ -316,6 +316,8 @@ class _Server(BaseHTTPRequestHandler):
             "/stream": (200, 'data: {"choices": []}\n\ndata: {"error": {"message": "lost", "code": "worker_lost"}}\n\n'),
             "/leaky/admin/audit": (200, json.dumps(LEAKY)),
             "/clean/admin/audit": (200, '{"leaks": []}'),
+            "/finished": (200, 'data: {"choices": [{"finish_reason": "stop"}]}\n\n'),
+            "/cut": (200, 'data: {"choices": [{"finish_reason": null}, 3]}\n\ndata: {"choices": 3}\n\n'),
             "/done": (200, 'data: {"choices": []}\n\n: a comment\n\ndata: [DONE]\n\n'),
         }[self.path]
         self.send_response(status)
@@ -350,6 +352,14 @@ def test_streams_end_with_done_or_with_their_error(api: ApiClient) -> None:
     events = api.stream("/stream", {})
     assert next(events) == {"choices": []}
     with pytest.raises(UnavailableError, match="lost"):
+        next(events)
+
+
+def test_a_stream_that_breaks_off_is_no_whole_answer(api: ApiClient) -> None:
+    assert len(list(api.stream("/finished", {}))) == 1
+    events = api.stream("/cut", {})
+    assert [next(events), next(events)] == [{"choices": [{"finish_reason": None}, 3]}, {"choices": 3}]
+    with pytest.raises(UnavailableError, match="the answer broke off"):
         next(events)
 
 
