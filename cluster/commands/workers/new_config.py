@@ -5,6 +5,7 @@ The controller does it (`cluster.rollout.driver`). This only asks and looks on: 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from protocol.errors import ConfigError, InvalidRequestError, UnavailableError
 
 _LONGEST_S = 7 * 86_400.0
 """Seconds for which the command looks on. A cluster without requests has no verdict."""
+_UNHEARD_S = 60.0
+"""Seconds for which routers may not have heard of a rollout. A cluster that was restarted never does."""
 
 
 def parse_share(text: str) -> float:
@@ -69,14 +72,22 @@ def abort(client: ApiClient) -> None:
 def _end_of(client: ApiClient, revision: int, on_look: Callable[[str], None] | None = None) -> Mapping[str, Any]:
     """Wait for the end of the rollout of this revision, and return how it ended.
 
-    Routers hear of it one after the other, so what was seen once counts. Raises UnavailableError if another one has begun.
+    Routers hear of it one after the other, so what was seen once counts. Raises UnavailableError if another one has begun, or
+    if no router has heard of it for a minute.
     """
     seen: list[Mapping[str, Any]] = []
+    unheard_since: float | None = None
 
     def lacking(status: Status) -> str | None:
+        nonlocal unheard_since
         state = status["rollout"]
         if state is None or state["revision"] < revision:
+            now = time.monotonic()
+            unheard_since = now if unheard_since is None else unheard_since
+            if now - unheard_since > _UNHEARD_S:
+                raise UnavailableError(f"the cluster knows nothing of revision {revision}: it was restarted")
             return "it begins"  # this router has not heard of it yet
+        unheard_since = None
         if state["revision"] > revision:
             raise UnavailableError(f"revision {revision} is over, and another one is rolled out: see `tandem status`")
         if state["phase"] not in ("done", "rolled_back"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -70,6 +72,19 @@ def test_a_rollback_says_why(changes: Path) -> None:
 def test_another_rollout_is_not_taken_for_this_one(changes: Path) -> None:
     with pytest.raises(UnavailableError, match="revision 2 is over, and another one is rolled out"):
         try_config(client(rollout("canary"), rollout("canary", revision=3)), changes, 0.1, 1.0, 20)
+
+
+@pytest.mark.parametrize("forgotten", [None, rollout("done", revision=1)])
+def test_a_cluster_that_was_restarted_knows_of_no_rollout(
+    changes: Path, monkeypatch: pytest.MonkeyPatch, forgotten: dict[str, Any] | None
+) -> None:
+    seconds = itertools.count()
+    monkeypatch.setattr("cluster.commands.workers.new_config.time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    late = (*[None] * 50, rollout("canary"), *[None] * 50, rollout("canary"), *[forgotten] * 100)
+    with pytest.raises(UnavailableError, match="the cluster knows nothing of revision 2: it was restarted"):
+        try_config(client(*late), changes, 0.1, 1.0, 20)
+    with pytest.raises(UnavailableError, match="the cluster knows nothing of revision 2: it was restarted"):
+        abort(client(*late))
 
 
 def test_an_abort_says_what_the_workers_have(capsys: pytest.CaptureFixture[str]) -> None:
