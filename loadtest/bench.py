@@ -26,7 +26,7 @@ from loadtest.open_files import allow_connections
 from loadtest.options import BenchOptions
 from loadtest.records import RequestRecord, TurnRecord
 from loadtest.runner import ClientHealth, RunResult, run_conversations, run_load
-from loadtest.server import Target, count_tokens, find_model, tokenize
+from loadtest.server import ServerTokenizer, Target, find_model, find_tokenizer
 from protocol.errors import InvalidRequestError, UnavailableError
 
 _WARM_UP_AT_ONCE = 8
@@ -152,7 +152,8 @@ async def make_conversations(
         assert options.dataset_path is not None, "checked by BenchOptions"
         draw = datasets.passages(datasets.read_text(options.dataset_path).split())
     texts = system_texts(options.num_system_prompts, options.system_prompt_len, draw, options.seed)
-    systems = [SystemPrompt(number, text, await count_tokens(client, model, text)) for number, text in enumerate(texts)]
+    tokenizer = await find_tokenizer(client, model) if texts else None
+    systems = [SystemPrompt(number, text, await _length(tokenizer, text)) for number, text in enumerate(texts)]
     num = options.num_prompts + options.num_warmups
     planned = plan_conversations(num, options.conversation_shape, systems, draw, options.seed)
     firsts = (conversation.turns[0] for conversation in planned[options.num_prompts :])
@@ -167,19 +168,19 @@ async def make_samples(client: HttpClient, options: BenchOptions, model: str) ->
     path = options.dataset_path
     if options.dataset_name == "sharegpt":
         assert path is not None, "checked by BenchOptions"
-        return await _sharegpt(client, options, model, datasets.conversations(path), num, rng)
+        return await _sharegpt(await find_tokenizer(client, model), options, datasets.conversations(path), num, rng)
     if options.dataset_name == "copy":
         prompts = copying_prompts(num, packaged("prose") if path is None else paragraphs(datasets.read_text(path)), rng)
-        return await _counted(client, model, prompts, options.random_output_len)
+        return await _counted(await find_tokenizer(client, model), prompts, options.random_output_len)
     # Chats are text: the template would make something else of token ids.
-    speaks_ids = options.backend == "completions"
+    tokenizer = await find_tokenizer(client, model) if options.backend == "completions" else None
     if options.dataset_name == "text":
         assert path is not None, "checked by BenchOptions"
         text = datasets.read_text(path)
-        ids = await tokenize(client, model, text) if speaks_ids else None
+        ids = None if tokenizer is None else await tokenizer.encode(text)
         filler = word_filler() if ids is None else Filler(ids, "tokens")
         return datasets.text_samples(num, options.lengths, filler, text.split() if ids is None else ids, rng), filler.kind
-    ids = await tokenize(client, model, " ".join(COMMON_WORDS)) if speaks_ids else None
+    ids = None if tokenizer is None else await tokenizer.encode(" ".join(COMMON_WORDS))
     filler = word_filler() if ids is None else token_filler(ids)
     if options.dataset_name == "random":
         return datasets.random_samples(num, options.lengths, filler, rng), filler.kind
@@ -188,20 +189,20 @@ async def make_samples(client: HttpClient, options: BenchOptions, model: str) ->
     return datasets.trace_samples(num, read(path), options.length_scale, filler, options.seed), filler.kind
 
 
-async def _counted(client: HttpClient, model: str, prompts: Sequence[str], output_len: int) -> tuple[list[Sample], str]:
+async def _length(tokenizer: ServerTokenizer | None, text: str) -> int:
+    """How many tokens a text has, or how many words without a tokenizer."""
+    return len(text.split()) if tokenizer is None else len(await tokenizer.encode(text))
+
+
+async def _counted(tokenizer: ServerTokenizer | None, prompts: Sequence[str], output_len: int) -> tuple[list[Sample], str]:
     """These prompts; lengths in tokens if the server counts them, else in words."""
-    lengths = [await tokenize(client, model, prompt) for prompt in prompts]
-    unit = "words" if None in lengths else "tokens"
-    return [
-        Sample(prompt, len(prompt.split() if ids is None else ids), output_len)
-        for prompt, ids in zip(prompts, lengths, strict=True)
-    ], unit
+    samples = [Sample(prompt, await _length(tokenizer, prompt), output_len) for prompt in prompts]
+    return samples, "words" if tokenizer is None else "tokens"
 
 
 async def _sharegpt(
-    client: HttpClient,
+    tokenizer: ServerTokenizer | None,
     options: BenchOptions,
-    model: str,
     turns: Sequence[tuple[str, str]],
     num: int,
     rng: np.random.Generator,
@@ -212,21 +213,17 @@ async def _sharegpt(
         raise InvalidRequestError(problem, param="num_prompts")
     chosen = [turns[index] for index in rng.permutation(len(turns))[:num]]
     counts = asyncio.Semaphore(_COUNTS_AT_ONCE)
-    has_tokenizer = await tokenize(client, model, chosen[0][0]) is not None
 
     async def length(text: str) -> int:
-        if not has_tokenizer:
-            return len(text.split())
         async with counts:
-            ids = await tokenize(client, model, text)
-        return len(text.split()) if ids is None else len(ids)
+            return await _length(tokenizer, text)
 
     async def sample(question: str, answer: str) -> Sample:
         output_len = options.sharegpt_output_len or await length(answer)
         return Sample(question, await length(question), max(1, output_len))
 
     work: list[Awaitable[Sample]] = [sample(question, answer) for question, answer in chosen]
-    return list(await asyncio.gather(*work)), "tokens" if has_tokenizer else "words"
+    return list(await asyncio.gather(*work)), "words" if tokenizer is None else "tokens"
 
 
 async def _warm_up(client: HttpClient, target: Target, samples: Sequence[Sample]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,11 @@ Message = Mapping[str, str]
 
 ENDPOINTS: Mapping[Backend, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
+_PROBE = "the of and to"
+_NOT_OFFERED = (400, 401, 403, 404, 405, 422, 501)
+"""Statuses by which a server, or what stands before it, says that it has no such endpoint. Others may pass."""
+_PIECES = re.compile(r".{1,65536}(?=\s|\Z)|.{1,65536}", re.DOTALL)
+"""Pieces of a text that servers tokenize: Tandem refuses more than 256 KiB."""
 _MOST_TOKENS = 2**31
 _LONGEST_S = 1e9
 
@@ -84,27 +90,52 @@ async def find_model(client: HttpClient, wanted: str | None) -> tuple[str, bool]
     return wanted or names[0], is_tandem
 
 
-async def tokenize(client: HttpClient, model: str, text: str) -> list[int] | None:
-    """Return token ids by the server's own tokenizer, without special tokens; None if the server does not offer that.
+class ServerTokenizer:
+    """The server's own tokenizer. `name` is what its endpoint calls the text, and `more` what else a request has."""
 
-    vLLM's and Tandem's endpoint, and llama.cpp's, which calls the text `content`.
-    """
-    values = {"model": model, "prompt": text, "add_special_tokens": False}
-    for body in (values, {"content": text}):
+    def __init__(self, client: HttpClient, name: str, more: Mapping[str, Any]) -> None:
+        self._client = client
+        self._name = name
+        self._more = more
+
+    async def is_offered(self) -> bool:
+        """Ask for the ids of a few words. Raises UnavailableError if the server says neither them nor that it can't."""
         try:
-            answer = await client.post("/tokenize", json.dumps(body).encode())
-        except StatusError:
-            continue
+            return bool(await self._ids(_PROBE))
+        except StatusError as error:
+            if error.status in _NOT_OFFERED:
+                return False
+            raise
+
+    async def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text, without special tokens. A long text is cut into pieces, at white space.
+
+        Raises UnavailableError if the server does not tell them.
+        """
+        ids: list[int] = []
+        for piece in _PIECES.findall(text):
+            found = await self._ids(piece)
+            if found is None:
+                raise UnavailableError("/tokenize answers without token ids")
+            ids += found
+        return ids
+
+    async def _ids(self, text: str) -> list[int] | None:
+        answer = await self._client.post("/tokenize", json.dumps({**self._more, self._name: text}).encode())
         tokens = answer.get("tokens") if isinstance(answer, dict) else None
-        if isinstance(tokens, list) and tokens and all(isinstance(each, int) for each in tokens):
-            return tokens
+        return tokens if isinstance(tokens, list) and all(isinstance(each, int) for each in tokens) else None
+
+
+async def find_tokenizer(client: HttpClient, model: str) -> ServerTokenizer | None:
+    """Return the server's own tokenizer; None if it does not offer one.
+
+    Tandem's endpoint is vLLM's. llama.cpp's calls the text `content`. Raises UnavailableError if the server does not say.
+    """
+    for name, more in (("prompt", {"model": model, "add_special_tokens": False}), ("content", {})):
+        tokenizer = ServerTokenizer(client, name, more)
+        if await tokenizer.is_offered():
+            return tokenizer
     return None
-
-
-async def count_tokens(client: HttpClient, model: str, text: str) -> int:
-    """Return how many tokens a text has by the server's own tokenizer, or how many words if the server does not offer that."""
-    ids = await tokenize(client, model, text)
-    return len(text.split()) if ids is None else len(ids)
 
 
 class AnswerWatch:

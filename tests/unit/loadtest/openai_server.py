@@ -20,6 +20,10 @@ class OpenAiServer:
     gap_s: float = 0.0
     owned_by: str = "somebody"
     has_tokenizer: bool = False
+    most_chars: int = 256 * 1024
+    """Longest text that it tokenizes. A longer one is refused, as Tandem does."""
+    busy_at: int | None = None
+    """Which text to tokenize, counted from 0, gets a 429."""
     status: int = 200
     cut_after: int | None = None
     """Close the connection after so many events."""
@@ -30,6 +34,8 @@ class OpenAiServer:
     """Whether words are tokens, prompts and answers are cached for ever, and usage tells what was."""
     tells_zero: bool = True
     """Whether usage also tells that nothing was cached."""
+    texts: list[str] = field(default_factory=list)
+    """The texts that were to be tokenized."""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     at_once: int = 0
     most_at_once: int = 0
@@ -84,7 +90,7 @@ class OpenAiServer:
             if path == "/v1/models":
                 self._json(writer, 200, {"data": [{"id": "small", "owned_by": self.owned_by}]})
             elif path == "/tokenize" and self.has_tokenizer:
-                self._json(writer, 200, {"tokens": [5 + len(word) for word in json.loads(data)["prompt"].split()]})
+                self._tokenize(writer, json.loads(data)["prompt"])
             elif path not in ("/v1/completions", "/v1/chat/completions"):
                 self._json(writer, 404, {"error": {"message": "not here"}})
             else:
@@ -96,6 +102,15 @@ class OpenAiServer:
                 finally:
                     self.at_once -= 1
             await writer.drain()
+
+    def _tokenize(self, writer: asyncio.StreamWriter, text: str) -> None:
+        self.texts.append(text)
+        if self.busy_at == len(self.texts) - 1:
+            self._json(writer, 429, {"error": {"message": "busy"}})
+        elif len(text) > self.most_chars:
+            self._json(writer, 400, {"error": {"message": "`prompt` must be shorter"}})
+        else:
+            self._json(writer, 200, {"tokens": [5 + len(word) for word in text.split()]})
 
     async def _answer(self, writer: asyncio.StreamWriter, path: str, body: dict[str, Any]) -> None:
         number = len(self.bodies) - 1

@@ -166,6 +166,27 @@ def test_sharegpt_has_its_own_lengths(tmp_path: Path) -> None:
     assert all(body["prompt"].startswith("What is") for body in server.bodies)
 
 
+def test_a_long_text_is_tokenized_piece_by_piece(tmp_path: Path) -> None:
+    path = tmp_path / "book.txt"
+    text = "Call me Ishmael.\n" * 20_000 + "a" * 100_000
+    path.write_text(text)
+    server = OpenAiServer(has_tokenizer=True)
+    finished = bench(server, dataset_name="text", dataset_path=path)
+    assert finished.unit == "tokens"
+    assert all({*body["prompt"]} <= {7, 9, 13, 5 + 65_536, 5 + 100_000 - 65_536} for body in server.bodies), "no word is cut"
+    assert "".join(server.texts[1:]) == text
+
+
+@pytest.mark.parametrize("dataset", ["sharegpt", "text"])
+@pytest.mark.parametrize("busy_at", [0, 1])
+def test_a_tokenizer_that_is_busy_does_not_turn_tokens_into_words(tmp_path: Path, dataset: str, busy_at: int) -> None:
+    path = tmp_path / "data"
+    turns = [{"value": "What is it?"}, {"value": "A number it is"}]
+    path.write_text(json.dumps([{"conversations": turns}] * 9))
+    with pytest.raises(UnavailableError, match="429: busy"):
+        bench(OpenAiServer(has_tokenizer=True, busy_at=busy_at), dataset_name=dataset, dataset_path=path)
+
+
 def test_prompts_to_copy_from_need_no_file_and_may_have_one(tmp_path: Path) -> None:
     server = OpenAiServer(has_tokenizer=True)
     bench(server, dataset_name="copy", num_prompts=3, random_output_len=7, temperature=0.5)
