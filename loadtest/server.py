@@ -164,8 +164,7 @@ class AnswerWatch:
             return
         try:
             event = json.loads(data)
-            if "error" in event:
-                problem = event["error"]
+            if problem := event.get("error"):
                 self._record.error = str(problem.get("message", problem) if isinstance(problem, dict) else problem)[:300]
                 return
             for choice in event["choices"]:

@@ -60,6 +60,10 @@ def test_a_usage_that_makes_no_sense_fails_its_request_alone(usage: str, words: 
     json.dumps(record.server_times, allow_nan=False)
 
 
+def test_an_error_of_null_is_none() -> None:
+    assert watched('{"choices":[{"text":"hi","finish_reason":"stop"}],"error":null}').ok
+
+
 def test_a_refusal_that_is_nested_too_deeply_is_told_by_its_beginning() -> None:
     assert StatusError(500, b"[" * 100_000).message == f"500: {'[' * 200}"
 
