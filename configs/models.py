@@ -16,7 +16,7 @@ from configs.cache import file_sha256
 from configs.facts import Model, ModelFacts, TokenizerFacts, WeightFormat
 from configs.fields import model_error, read_json
 from configs.model_files.gguf_model import model_from_gguf
-from configs.model_files.hf_directory import CONFIG, directory_hash, model_from_directory, supported_architecture
+from configs.model_files.hf_directory import CONFIG, checked_architecture, directory_hash, model_from_directory
 from configs.model_files.hf_hub import fetch_snapshot, local_snapshots, whole_snapshot
 from configs.model_files.rope import with_overrides
 from configs.model_files.vocabulary import token_bytes
@@ -169,11 +169,10 @@ def list_models() -> list[ListedModel]:
         )
     for snapshot in local_snapshots():
         try:
-            served = supported_architecture(read_json(snapshot.path / CONFIG)) is not None
+            checked_architecture(read_json(snapshot.path / CONFIG))
         except ConfigError:
-            served = False  # the cache is shared with other programs: what is no model of ours is not listed
-        if served:
-            found.append(
-                ListedModel(name=snapshot.repo_id, source="Hugging Face hub", path=snapshot.path, num_bytes=snapshot.num_bytes)
-            )
+            continue  # the cache is shared with other programs: what is no model of ours is not listed
+        found.append(
+            ListedModel(name=snapshot.repo_id, source="Hugging Face hub", path=snapshot.path, num_bytes=snapshot.num_bytes)
+        )
     return found

@@ -58,8 +58,7 @@ def model_from_directory(folder: Path, name: str) -> Model:
 def facts_from_directory(folder: Path, name: str) -> ModelFacts:
     """Return the facts that config.json and the weight files tell. Raises ConfigError if Tandem can't serve the model."""
     config = read_json(folder / CONFIG)
-    architecture = _architecture(config)
-    _refuse_unsupported(config, architecture)
+    architecture = checked_architecture(config)
     weight_files = weight_files_of(folder)
     for path in weight_files:
         check_safetensors(path)
@@ -121,22 +120,19 @@ def directory_hash(weight_files: tuple[Path, ...]) -> str:
     return digest.hexdigest()
 
 
-def supported_architecture(config: Fields) -> Architecture | None:
-    """Return the architecture that a config.json names, or None if Tandem does not have it."""
-    return _ARCHITECTURES.get(_named(config))
+def checked_architecture(config: Fields) -> Architecture:
+    """Return the architecture that a config.json names. Raises ConfigError if Tandem can't compute it as it is there."""
+    architecture = _ARCHITECTURES.get(_named(config))
+    if architecture is None:
+        raise config.wrong("architectures", f"one of {', '.join(_ARCHITECTURES)}")
+    _refuse_unsupported(config, architecture)
+    return architecture
 
 
 def _named(config: Fields) -> str:
     """The class that config.json names; empty if it names none, or several."""
     names = config.raw("architectures")
     return names[0] if isinstance(names, list) and len(names) == 1 and isinstance(names[0], str) else ""
-
-
-def _architecture(config: Fields) -> Architecture:
-    architecture = supported_architecture(config)
-    if architecture is None:
-        raise config.wrong("architectures", f"one of {', '.join(_ARCHITECTURES)}")
-    return architecture
 
 
 def _refuse_unsupported(config: Fields, architecture: Architecture) -> None:

@@ -7,6 +7,7 @@ all workers of a machine see the same files.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,7 +71,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def local_snapshots() -> list[Snapshot]:
-    """Return the newest snapshot of every model in the hub's cache, sorted by name; none of a cache that can't be read."""
+    """Return every model that lies in the hub's cache whole, sorted by name; none of a cache that can't be read."""
     from huggingface_hub import constants, scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
@@ -80,7 +81,9 @@ def local_snapshots() -> list[Snapshot]:
         return []
     found = []
     for repo in repos:
-        newest = max(repo.revisions, key=lambda revision: revision.last_modified, default=None)
-        if repo.repo_type == "model" and newest is not None:
-            found.append(Snapshot(repo.repo_id, newest.snapshot_path, repo.size_on_disk))
+        if repo.repo_type != "model":
+            continue
+        with suppress(ConfigError):  # other programs have names of their own
+            if (folder := whole_snapshot(repo.repo_id)) is not None:
+                found.append(Snapshot(repo.repo_id, folder, repo.size_on_disk))
     return sorted(found, key=lambda snapshot: snapshot.repo_id)

@@ -99,6 +99,12 @@ def test_list_models(hub_cache: Path, make_directory: Files, own_cache: Path) ->
     assert [(model.name, model.path) for model in list_models()] == [("smollm2", None)]
     put_into(hub_cache, "org/ours", make_directory("a"))
     put_into(hub_cache, "org/not-ours", make_directory("b", architectures=["BertModel"]))
+    put_into(hub_cache, "org/quantized", make_directory("c", quantization_config={"quant_method": "fp8"}))
+    put_into(hub_cache, "org/no/id", make_directory("d"))
+    for number, name in enumerate(("model.safetensors", "tokenizer.json")):
+        half = make_directory(f"half-{number}")
+        (half / name).unlink()
+        put_into(hub_cache, f"org/{half.name}", half)
     SMOLLM2.path.parent.mkdir(parents=True)
     SMOLLM2.path.write_bytes(b"12345")
     listed = list_models()
