@@ -102,6 +102,7 @@ def _next(rng: random.Random, row: dict[str, Any]) -> dict[str, Any]:
         "running": rng.randrange(9),
         "waiting": rng.randrange(9),
         "busy_s": (row["busy_s"] or 0.0) + rng.random() * 3,
+        "step_age_s": rng.choice([0.0, rng.random()]),
         "prefix_cache_queries": (row["prefix_cache_queries"] or 0) + looked_up,
         "prefix_cache_hits": (row["prefix_cache_hits"] or 0) + rng.randrange(looked_up + 1),
     }

@@ -140,13 +140,14 @@ def token_rates(before: Poll, after: Poll) -> tuple[float, float]:
 def busy_fractions(before: Poll, after: Poll) -> dict[str, float | None]:
     """Return the share of the time between the polls in which each worker's engine computed.
 
-    It is None for a worker that began a new life, or has not reported.
+    A step that is under way counts for as long as it has lasted. It is None for a worker that began a new life, or has not
+    reported.
     """
     found: dict[str, float | None] = {worker["worker_id"]: None for worker in after.workers}
     for old, now in _same_lives(before, after, after.workers):
         if old["busy_s"] is not None and now["busy_s"] is not None:
-            share = (now["busy_s"] - old["busy_s"]) / (after.at_s - before.at_s)
-            found[now["worker_id"]] = min(1.0, max(0.0, share))
+            computed_s = now["busy_s"] + now["step_age_s"] - (old["busy_s"] + old["step_age_s"])
+            found[now["worker_id"]] = min(1.0, max(0.0, computed_s / (after.at_s - before.at_s)))
     return found
 
 

@@ -126,7 +126,8 @@ export function tokenRates(before, after) {
 }
 
 /**
- * The share of the time between the polls in which each worker's engine computed, from 0 to 1.
+ * The share of the time between the polls in which each worker's engine computed, from 0 to 1. A step that is under way counts
+ * for as long as it has lasted.
  * @returns {Map<string, number | null>} null for a worker that began a new life, or has not reported
  */
 export function busyFractions(before, after) {
@@ -139,7 +140,8 @@ export function busyFractions(before, after) {
 
 function busyFraction(old, now, seconds) {
   if (!old || old.epoch !== now.epoch || old.busy_s === null || now.busy_s === null) return null;
-  return Math.min(1, Math.max(0, (now.busy_s - old.busy_s) / seconds));
+  const computed = now.busy_s + now.step_age_s - (old.busy_s + old.step_age_s);
+  return Math.min(1, Math.max(0, computed / seconds));
 }
 
 /** The mean busy fraction of a role's workers, null if it is known of none. */

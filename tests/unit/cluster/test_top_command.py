@@ -97,6 +97,19 @@ def test_busy_fractions_are_of_one_life() -> None:
     assert figures.role_busy(before, after, "prefill") is None
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "share"),
+    [((50.0, 5.0), (50.0, 8.0), 1.0), ((50.0, 12.0), (62.1, 0.0), 0.1 / 3)],
+    ids=["during", "after"],
+)
+def test_a_long_step_counts_while_it_lasts(before: tuple[float, float], after: tuple[float, float], share: float) -> None:
+    polls = [
+        poll(at_s, worker("prefill-0", busy_s=busy_s, step_age_s=age_s))
+        for at_s, (busy_s, age_s) in ((0.0, before), (3.0, after))
+    ]
+    assert figures.busy_fractions(*polls) == {"prefill-0": pytest.approx(share)}
+
+
 def test_a_request_counts_once() -> None:
     counts = Counts()
     counts.metrics.waiting_requests.set(3)
