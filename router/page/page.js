@@ -24,6 +24,7 @@ const [model, log, problem, keyForm, keyField, composer, message, sendButton, st
 
 let messages = []; // what was said, as the API takes it
 let modelName = null;
+let search = null; // the newest one for the model
 let stopping = null; // the AbortController of the answer that runs
 let running = Promise.resolve(); // settles when that answer has ended
 
@@ -89,14 +90,12 @@ async function send() {
   sendButton.hidden = true;
   stopButton.hidden = false;
   message.focus();
-  let begun = false;
   try {
-    modelName ?? (await findModel(signal));
-    begun = true;
-    await ask(text, signal);
+    if (!modelName) await findModel(signal);
+    if (modelName) await ask(text, signal);
+    else giveBack(text);
   } catch (error) {
-    if (!begun) giveBack(text);
-    if (!signal.aborted) tell(error);
+    tell(error);
   } finally {
     stopping = null;
     if (document.activeElement === stopButton) message.focus();
@@ -151,10 +150,26 @@ function valid() {
   return settings.reportValidity();
 }
 
-async function findModel(signal = new AbortController().signal) {
-  modelName = await servedModel(key(), signal);
-  model.textContent = model.title = modelName;
-  message.placeholder = `Message ${modelName}`;
+/**
+ * Find the model, or tell why there is none, unless the search was stopped. Searches may overtake each other, with other keys:
+ * only the newest one counts, and the earlier ones end with it.
+ */
+function findModel(signal = new AbortController().signal) {
+  const mine = servedModel(key(), signal).then(
+    (name) => (mine === search ? showModel(name) : search),
+    (error) => {
+      if (mine !== search) return search;
+      if (!signal.aborted) tell(error);
+    },
+  );
+  search = mine;
+  return mine;
+}
+
+function showModel(name) {
+  modelName = model.textContent = model.title = name;
+  message.placeholder = `Message ${name}`;
+  if (!keyForm.hidden) message.focus();
   keyForm.hidden = true;
 }
 
@@ -181,16 +196,11 @@ async function newChat() {
   message.focus();
 }
 
-async function useKey() {
+function useKey() {
   sessionStorage.setItem(KEY, keyField.value);
   keyField.value = "";
   problem.textContent = "";
-  try {
-    await findModel();
-    message.focus();
-  } catch (error) {
-    tell(error);
-  }
+  void findModel();
 }
 
 function key() {
@@ -237,6 +247,6 @@ settings.addEventListener("submit", (event) => {
 });
 keyForm.addEventListener("submit", (event) => {
   event.preventDefault();
-  void useKey();
+  useKey();
 });
-findModel().catch(tell);
+void findModel();
