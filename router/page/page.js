@@ -22,6 +22,7 @@ const [model, log, problem, keyForm, keyField, composer, message, sendButton, st
   "model", "log", "problem", "key-form", "key", "composer", "message", "send", "stop", "settings", "system", "temperature", "max-tokens",
 ].map((id) => document.getElementById(id));
 
+let key = storedKey();
 let messages = []; // what was said, as the API takes it
 let modelName = null;
 let search = null; // the newest one for the model
@@ -113,7 +114,7 @@ async function ask(text, signal) {
   scrollTo(0, document.documentElement.scrollHeight);
   let remark = "";
   try {
-    for await (const piece of answerTo(bodyOf(text), key(), signal)) answer.add(piece);
+    for await (const piece of answerTo(bodyOf(text), key, signal)) answer.add(piece);
     if (answer.finishReason === "length") remark = "token limit reached";
   } catch (error) {
     remark = signal.aborted ? "stopped" : "incomplete";
@@ -155,7 +156,7 @@ function valid() {
  * only the newest one counts, and the earlier ones end with it.
  */
 function findModel(signal = new AbortController().signal) {
-  const mine = servedModel(key(), signal).then(
+  const mine = servedModel(key, signal).then(
     (name) => (mine === search ? showModel(name) : search),
     (error) => {
       if (mine !== search) return search;
@@ -177,8 +178,8 @@ function tell(error) {
   if ([...KEY_STATUSES, 404].includes(error.status)) modelName = null; // it is asked for again
   if (KEY_STATUSES.includes(error.status) && !KEYLESS.includes(error.param)) {
     // Without a key the form says all there is to say, unless a key would not help.
-    problem.textContent = key() || error.status === 403 ? error.message : "";
-    sessionStorage.removeItem(KEY);
+    problem.textContent = key || error.status === 403 ? error.message : "";
+    keepKey(null);
     keyForm.hidden = false;
     keyField.focus();
     return;
@@ -197,14 +198,29 @@ async function newChat() {
 }
 
 function useKey() {
-  sessionStorage.setItem(KEY, keyField.value);
+  keepKey(keyField.value);
   keyField.value = "";
   problem.textContent = "";
   void findModel();
 }
 
-function key() {
-  return sessionStorage.getItem(KEY);
+/** The key that this tab had before the page was loaded anew; null if there is none, or the browser lets pages store nothing. */
+function storedKey() {
+  try {
+    return sessionStorage.getItem(KEY);
+  } catch {
+    return null;
+  }
+}
+
+function keepKey(value) {
+  key = value;
+  try {
+    if (value === null) sessionStorage.removeItem(KEY);
+    else sessionStorage.setItem(KEY, value);
+  } catch {
+    // The browser lets pages store nothing: the key is there until the page is left.
+  }
 }
 
 function make(tag, properties) {

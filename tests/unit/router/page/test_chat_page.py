@@ -38,6 +38,9 @@ PAGE = """async (_, given) => {
         setItem: (name, value) => kept.set(name, value),
         removeItem: (name) => kept.delete(name),
     };
+    if (given.storage === "forbidden") Object.defineProperty(globalThis, "sessionStorage", {
+        get() { throw new DOMException("", "SecurityError"); },
+    });
     const asked = []; // each request, with what it is answered by
     globalThis.fetch = (path, { headers, body, signal }) => new Promise((answer, fail) => {
         asked.push({ path, key: headers.authorization ?? null, body: body && JSON.parse(body), answer, fail });
@@ -64,9 +67,9 @@ PAGE = """async (_, given) => {
 }"""
 
 
-def play(scenario: str) -> Any:
+def play(scenario: str, storage: str = "allowed") -> Any:
     """What a scenario on the opened page returns. The page has asked for the model, and nobody has answered."""
-    return run_script(PAGE.replace("SCENARIO", scenario), {"page": (FOLDER / "page.js").as_uri()})
+    return run_script(PAGE.replace("SCENARIO", scenario), {"page": (FOLDER / "page.js").as_uri(), "storage": storage})
 
 
 def test_a_late_answer_to_another_key_changes_nothing() -> None:
@@ -112,3 +115,21 @@ def test_a_question_goes_on_with_the_key_that_was_given_meanwhile() -> None:
     return { keys: asked.map((each) => each.key), problem: element("problem").textContent };
     """
     assert play(scenario) == {"keys": [None, None, "Bearer good", "Bearer good"], "problem": ""}
+
+
+def test_it_works_where_the_browser_forbids_storage() -> None:
+    scenario = """
+    await answer(asked[0], 401, unknown);
+    submitKey("wrong");
+    await answer(asked[1], 401, unknown);
+    const problems = [element("problem").textContent];
+    submitKey("good");
+    await answer(asked[2], 200, model);
+    send("hello");
+    problems.push(element("problem").textContent);
+    return { keys: asked.map((each) => each.key), problems };
+    """
+    assert play(scenario, storage="forbidden") == {
+        "keys": [None, "Bearer wrong", "Bearer good", "Bearer good"],
+        "problems": ["This API key is not known here.", ""],
+    }
