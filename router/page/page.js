@@ -112,15 +112,16 @@ async function ask(text, signal) {
   const answer = new Answer();
   log.append(question, answer.element);
   scrollTo(0, document.documentElement.scrollHeight);
-  let remark = "";
+  let [complete, remark] = [false, ""];
   try {
     for await (const piece of answerTo(bodyOf(text), key, signal)) answer.add(piece);
+    complete = true;
     if (answer.finishReason === "length") remark = "token limit reached";
   } catch (error) {
     remark = signal.aborted ? "stopped" : "incomplete";
     if (!signal.aborted) throw error;
   } finally {
-    if (answer.text || !remark) {
+    if (complete || answer.text) {
       answer.close(remark);
       messages.push({ role: "user", content: text }, { role: "assistant", content: answer.text });
     } else {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import pytest
 from tests.unit.router.page.javascript import FOLDER, NODE, run_script
 
 pytestmark = pytest.mark.skipif(NODE is None, reason="no node in PATH")
+
+_LOST = "The connection was lost before the answer was complete."
 
 PAGE = """async (_, given) => {
     const made = (id) => ({
@@ -49,6 +52,14 @@ PAGE = """async (_, given) => {
     const settled = () => new Promise((resolve) => setTimeout(resolve)); // all that needs no further answer has happened
     const answer = async (request, status, value) => {
         request.answer({ ok: status === 200, status, headers: new Headers(), json: async () => value });
+        await settled();
+    };
+    const stream = async (request, events, whole) => {
+        const texts = events.map((event) => `data: ${JSON.stringify(event)}\\n\\n`);
+        if (whole) texts.push("data: [DONE]\\n\\n");
+        const read = async () => ({ value: texts.join(""), done: texts.splice(0).length === 0 });
+        const body = { pipeThrough: () => ({ getReader: () => ({ read, cancel: async () => {} }) }) };
+        request.answer({ ok: true, body });
         await settled();
     };
     const model = { data: [{ id: "smollm2" }] };
@@ -133,3 +144,30 @@ def test_it_works_where_the_browser_forbids_storage() -> None:
         "keys": [None, "Bearer wrong", "Bearer good", "Bearer good"],
         "problems": ["This API key is not known here.", ""],
     }
+
+
+@pytest.mark.parametrize(
+    ("reason", "whole", "turns"),
+    [
+        ("stop", True, {"messages": ["hello", ""], "figures": "2 tokens", "back": "", "problem": ""}),
+        ("length", True, {"messages": ["hello", ""], "figures": "2 tokens · token limit reached", "back": "", "problem": ""}),
+        (None, False, {"messages": [], "figures": None, "back": "hello", "problem": _LOST}),
+    ],
+)
+def test_a_question_without_a_text_comes_back_only_if_its_answer_is_incomplete(
+    reason: str | None, whole: bool, turns: dict[str, object]
+) -> None:
+    scenario = f"""
+    await answer(asked[0], 200, model);
+    send("hello");
+    await settled();
+    const choices = [{{ delta: {{ content: "" }}, token_ids: [7, 8], finish_reason: {json.dumps(reason)} }}];
+    await stream(asked[1], [{{ choices }}], {json.dumps(whole)});
+    const figures = element("log").children[1]?.children[1].textContent.replaceAll("\u00a0", " ");
+    const [back, problem] = [element("message").value, element("problem").textContent];
+    send("again");
+    await settled();
+    const messages = asked[2].body.messages.slice(0, -1).map((each) => each.content);
+    return {{ messages, figures: figures?.replace(/^First token after [0-9.]+ s · /, "") ?? null, back, problem }};
+    """
+    assert play(scenario) == turns
