@@ -242,19 +242,24 @@ function keepingEnd(change) {
   if (atEnd) scrollTo(0, page.scrollHeight);
 }
 
+/** Whether a key goes to an input method. Safari ends a composition before it tells of the key that ended it. */
+function isComposing(event) {
+  return event.isComposing || event.keyCode === 229;
+}
+
 composer.addEventListener("submit", (event) => {
   event.preventDefault();
   if (!stopping) running = send();
 });
 message.addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+  if (event.key === "Enter" && !event.shiftKey && !isComposing(event)) {
     event.preventDefault();
     composer.requestSubmit();
   }
 });
 document.addEventListener("keydown", (event) => {
   // The first Esc closes the settings, by the browser's own rule.
-  if (event.key === "Escape" && !event.isComposing && !settings.matches(":popover-open")) stopping?.abort();
+  if (event.key === "Escape" && !isComposing(event) && !settings.matches(":popover-open")) stopping?.abort();
 });
 stopButton.addEventListener("click", () => stopping?.abort());
 document.getElementById("new-chat").addEventListener("click", newChat);

@@ -171,3 +171,21 @@ def test_a_question_without_a_text_comes_back_only_if_its_answer_is_incomplete(
     return {{ messages, figures: figures?.replace(/^First token after [0-9.]+ s · /, "") ?? null, back, problem }};
     """
     assert play(scenario) == turns
+
+
+@pytest.mark.parametrize(
+    ("key", "sends"),
+    [
+        ({"keyCode": 13, "isComposing": False}, True),
+        ({"keyCode": 229, "isComposing": True}, False),
+        ({"keyCode": 229, "isComposing": False}, False),
+    ],
+    ids=["no input method", "input method", "input method in Safari"],
+)
+def test_enter_sends_unless_it_ends_a_composition(key: dict[str, object], sends: bool) -> None:
+    scenario = f"""
+    element("message").value = "hello";
+    element("message").on.keydown({{ key: "Enter", preventDefault() {{}}, ...{json.dumps(key)} }});
+    return element("message").value === "";
+    """
+    assert play(scenario) is sends
