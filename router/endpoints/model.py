@@ -45,15 +45,19 @@ class ModelEndpoints:
         """Turn token ids into their text."""
         body, size = await read_body(self._router, request, DetokenizeBody)
         check_model(self._router, request, body.model)
-        return JSONResponse(
-            {"prompt": await work_on_text(self._router, request, size, self._router.preparer.text, body.tokens)}
-        )
+        content = await work_on_text(self._router, request, size, self._detokenized, body)
+        return Response(content, media_type="application/json")
 
     def _tokenized(self, body: TokenizeBody) -> bytes:
         """The answer to `tokenize`, encoded where the text was tokenized: a million ids would hold up the loop for 0.1 s."""
         tokens = self._tokens(body)
         answer = {"tokens": Entries(tokens), "count": len(tokens), "max_model_len": self._router.max_model_len}
         return encoded(answer, large=len(tokens) > LARGE_SIZE)
+
+    def _detokenized(self, body: DetokenizeBody) -> bytes:
+        """The answer to `detokenize`, encoded where its text was found. 65,536 ids may have eight million characters."""
+        text = self._router.preparer.text(body.tokens)
+        return encoded({"prompt": text}, large=len(text) > LARGE_SIZE)
 
     def _tokens(self, body: TokenizeBody) -> list[int]:
         preparer = self._router.preparer

@@ -1,6 +1,7 @@
 """Encodes a large JSON object slice by slice, so that other threads get the interpreter between two slices.
 
-Python's encoder in C holds the interpreter from beginning to end: 0.2 s for the logprobs of 10,000 tokens.
+Python's encoder in C holds the interpreter from beginning to end: 0.2 s for the logprobs of 10,000 tokens, 0.1 s for a text of
+eight million characters.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 _SLICE = 64
+_TEXT_SLICE = 65_536
 
 encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 """Return a JSON value as text, at one go."""
@@ -25,7 +27,10 @@ def encoded(value: Any, *, large: bool) -> bytes:
 
 
 def encoded_slices(value: Any) -> Iterator[str]:
-    """Yield the text of a JSON value in pieces: an Entries list by slices, other lists and objects by what they hold."""
+    """Yield the text of a JSON value in pieces.
+
+    An Entries list and a long text go by slices, other lists and objects by what they hold.
+    """
     if isinstance(value, Entries) and value:
         opening = "["
         for begin in range(0, len(value), _SLICE):
@@ -46,5 +51,10 @@ def encoded_slices(value: Any) -> Iterator[str]:
             yield from encoded_slices(each)
             opening = ","
         yield "}"
+    elif isinstance(value, str) and len(value) > _TEXT_SLICE:
+        yield '"'
+        for begin in range(0, len(value), _TEXT_SLICE):
+            yield encode(value[begin : begin + _TEXT_SLICE])[1:-1]
+        yield '"'
     else:
         yield encode(value)

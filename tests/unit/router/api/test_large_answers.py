@@ -17,7 +17,7 @@ from router.api.answer_sender import EventSender
 from router.api.chat.shape import ChatShape
 from router.api.completion_events import CompletionEvents, whole_completion
 from router.api.completions.shape import CompletionShape
-from router.api.large.encoding import Entries, encode, encoded
+from router.api.large.encoding import Entries, encode, encoded, encoded_slices
 from router.api.responses.body import ResponsesBody
 from router.api.responses.builder import ResponseBuilder
 from router.api.responses.events import ResponseEvents, whole_response
@@ -65,6 +65,13 @@ json_values = st.recursive(
 def test_slices_are_the_same_json(value: Any) -> None:
     assert encoded(value, large=True) == encode(value).encode() == encoded(value, large=False)
     assert event({"value": value}, large=True) == event({"value": value})
+
+
+def test_a_long_text_goes_by_slices() -> None:
+    text = 'w\u00e4\u2028\U0001f600"\\\n\x01 ' * 50_000
+    slices = list(encoded_slices({"prompt": text, "short": "a"}))
+    assert "".join(slices) == encode({"prompt": text, "short": "a"})
+    assert max(map(len, slices)) < len(text)
 
 
 async def pieces(num_tokens: int = NUM_TOKENS) -> AsyncGenerator[Delta, None]:
