@@ -139,7 +139,7 @@ class Pairs:
 
     def bring_in_line(self, index: StoreIndex, stopped: Callable[[], bool]) -> bool:
         """Give each file that fits a row, remove the others and the rows without a file, and evict what is too much. Returns
-        False if it was stopped, or a file can't be removed.
+        False if it was stopped, or a file can't be opened or removed.
 
         One process at a time does it, while others store and evict. Raises sqlite3.Error, among them DamagedIndexError if the
         index is not sound, and OSError, among them TimeoutError if others are at it for too long.
@@ -164,7 +164,7 @@ class Pairs:
         return is_settled and not stopped()
 
     def _settle(self, index: StoreIndex, keys: set[bytes]) -> bool:
-        """Look at blocks that seemed to have only a file or only a row. Returns False if a file can't be removed."""
+        """Look at blocks that seemed to have only a file or only a row. Returns False if a file can't be opened or removed."""
         is_settled, differ = True, iter(keys)
         while some := list(islice(differ, _AT_ONCE)):
             looked_at = [(key, self._files.look(key)) for key in some]
@@ -180,9 +180,9 @@ class Pairs:
         elif self._files.is_still(key, inspected):
             if inspected.found is Found.WHOLE:
                 rows.insert(key, inspected.tenant, self._files.file_bytes, inspected.written_ns)
-            elif inspected.found is not Found.MISSING:
-                if not self._files.remove(key):
-                    return False
+            elif inspected.found is Found.MISSING or not self._files.remove(key):  # it is there, and could not be opened
+                return False
+            else:
                 self._on_removed(inspected.found)
         return True
 

@@ -157,6 +157,27 @@ def test_files_without_a_row_are_found(folder: Path, store: BlockStore) -> None:
     again.close()
 
 
+def test_a_reset_fails_while_a_file_without_a_row_cannot_be_opened(
+    folder: Path, store: BlockStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose block it is, only the file can tell. A process that was killed leaves such a file."""
+    put(store, key(0), "acme")
+    forget_rows(folder, key(0))
+    real = os.open
+
+    def none_left(path: Any, *how: Any) -> int:
+        if os.fspath(path) == str(path_of(folder, key(0))):
+            raise OSError(errno.EMFILE, "Too many open files")
+        return real(path, *how)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", none_left)
+        with pytest.raises(UnavailableError):
+            store.reset("acme")
+    assert store.reset("acme") == 1
+    assert not files_in(folder)
+
+
 def test_all_of_the_folder_is_removed(folder: Path, store: BlockStore) -> None:
     put(store, key(0))
     shutil.rmtree(folder)
