@@ -117,7 +117,7 @@ class BlockFiles:
         try:
             os.rename(path, self._path(key))
         except FileNotFoundError:
-            os.makedirs(os.path.dirname(self._path(key)), 0o700, exist_ok=True)
+            _make_folder(os.path.dirname(self._path(key)))
             os.rename(path, self._path(key))
 
     def read(self, key: bytes, parts: Parts) -> Inspected:
@@ -164,7 +164,7 @@ class BlockFiles:
 
     def remove_leftovers(self) -> None:
         """Remove the temporary files whose writers have died. Raises OSError if the folder can't be written."""
-        os.makedirs(self._tmp, 0o700, exist_ok=True)
+        _make_folder(self._tmp)
         for name in os.listdir(self._tmp):
             path = f"{self._tmp}/{name}"
             with suppress(OSError):  # somebody writes it, or it is gone
@@ -182,7 +182,7 @@ class BlockFiles:
             try:
                 fd = os.open(path, _CREATE, 0o600)
             except FileNotFoundError:
-                os.makedirs(self._tmp, 0o700, exist_ok=True)
+                _make_folder(self._tmp)
                 continue
             with suppress(BlockingIOError):
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -242,6 +242,12 @@ class BlockFiles:
         if parts is not None and (num_read != self._whole_bytes or _checksum(key, tenant, parts) != checksum):
             return Found.DAMAGED, tenant
         return Found.WHOLE, tenant
+
+
+def _make_folder(path: str) -> None:
+    """Make a folder of a tier, or find it there. Raises FileNotFoundError where the tier is gone: `open_folder` makes that."""
+    with suppress(FileExistsError):
+        os.mkdir(path, 0o700)
 
 
 def _checksum(key: bytes, tenant: bytes, parts: Parts) -> bytes:

@@ -7,7 +7,7 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from protocol.errors import ConfigError
@@ -16,20 +16,25 @@ _POLL_S = 0.005
 
 
 def open_folder(folder: Path) -> None:
-    """Make a folder that is ours alone, or see that it is. Raises ConfigError."""
+    """Make a folder that is ours alone, or see that it is.
+
+    Raises ConfigError; FileNotFoundError if somebody removes the folder meanwhile.
+    """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
-        status = folder.lstat()
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
     except OSError as error:
         raise ConfigError(f"{folder}: can't be made: {error.strerror}") from None
+    is_usable = os.access(folder, os.R_OK | os.W_OK | os.X_OK)
+    status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode):
-        raise ConfigError(f"{folder}: is a link, not a folder")
+        raise ConfigError(f"{folder}: is a link or a file, not a folder")
     if status.st_uid != os.geteuid():
         raise ConfigError(f"{folder}: belongs to another user")
     if stat.S_IMODE(status.st_mode) & 0o077:
         raise ConfigError(f"{folder}: other users may enter it; `chmod 700` closes it")
-    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+    if not is_usable:
         raise ConfigError(f"{folder}: can't be written")
 
 

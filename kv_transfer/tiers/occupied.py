@@ -59,8 +59,8 @@ class Occupied:
 
     def _opened(self, described: bytes) -> bool:
         """Whether the folder was locked with others, and is still there: the last one to leave may remove it meanwhile."""
-        open_folder(self._folder)
         try:
+            open_folder(self._folder)
             self._fd = os.open(self._folder / _IN_USE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except FileNotFoundError:
             return False

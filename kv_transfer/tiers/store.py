@@ -70,8 +70,8 @@ class BlockStore:
         `max_bytes` counts files in whole pages (`file_bytes`), not the index. Raises ConfigError if the folder can't be made,
         belongs to another user or is open to others, or if not one block fits.
         """
-        open_folder(folder)
         try:
+            open_folder(folder)
             self._files = BlockFiles(folder, described, block_bytes)
             self._files.remove_leftovers()
         except OSError as error:

@@ -113,7 +113,7 @@ def test_folders_that_will_not_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ConfigError, match="is a link"):
         opened(tmp_path / "link")
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="can't be made"):
+    with pytest.raises(ConfigError, match="or a file, not a folder"):
         opened(tmp_path / "file")
     with pytest.raises(ConfigError, match="can't be made"):
         opened(tmp_path / "file" / "below")

@@ -187,6 +187,28 @@ def test_all_of_the_folder_is_removed(folder: Path, store: BlockStore) -> None:
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
+@pytest.mark.parametrize("call", ["open", "rename"])
+def test_a_folder_that_goes_while_a_block_is_written_is_made_anew_for_its_owner_alone(
+    folder: Path, store: BlockStore, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """By who looks for the index next, and not with the rights that parents of a folder get."""
+    real, there = getattr(os, call), [folder]
+
+    def removed_before(path: Any, *what: Any, **how: Any) -> Any:
+        if os.path.dirname(path) == str(folder / "tmp") and there:
+            shutil.rmtree(there.pop())
+        return real(path, *what, **how)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, call, removed_before)
+        assert not put(store, key(0))
+    assert not there
+    assert not folder.exists()
+    assert put(store, key(0))
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    check_integrity(store, folder)
+
+
 @pytest.mark.parametrize(("fails", "num_stored"), [("insert", 0), ("rename", 4), ("close", 5), ("unlink", 5)])
 def test_one_of_several_blocks_that_are_stored_together_fails(
     folder: Path, store: BlockStore, monkeypatch: pytest.MonkeyPatch, fails: str, num_stored: int

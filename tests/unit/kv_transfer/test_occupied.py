@@ -38,6 +38,27 @@ def test_the_last_one_to_leave_decides(tmp_path: Path, keep: bool) -> None:
     assert (folder / "block").exists() == keep
 
 
+@pytest.mark.parametrize("call", ["access", "stat", "open"])
+def test_a_folder_that_the_last_one_removes_meanwhile_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    folder = tmp_path / "kv"
+    others = [Occupied(folder, b"x", keep=False)]
+    real = getattr(os, call)
+
+    def after_the_others_left(path: Any, *args: Any, **kwargs: Any) -> Any:
+        if others and Path(path) in (folder, folder / "in_use"):
+            others.pop().leave()
+        return real(path, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, after_the_others_left)
+        occupied_folder = Occupied(folder, b"x", keep=False)
+    assert not others
+    assert folder.is_dir()
+    occupied_folder.leave()
+
+
 def test_another_description_is_refused_while_somebody_is_there(tmp_path: Path) -> None:
     folder = tmp_path / "kv"
     first = Occupied(folder, b"one model", keep=True)
