@@ -41,8 +41,6 @@ class TierReader:
         """Seconds of a block, and when that was, by tier."""
         self._looked: dict[str, tuple[float, float]] = {}
         """Seconds of the latest look, and when it ended, by tier."""
-        self._began: dict[str, float] = {}
-        """When the latest read of a tier began."""
         self._overdue: dict[tuple[str, str], asyncio.Future[Any]] = {}
         """The look and the read that a tier did not answer in time."""
 
@@ -79,7 +77,8 @@ class TierReader:
         Raises Overdue if it has begun and not ended in time: then the blocks are being written until `Overdue.reading` is done.
         Where it is cancelled, nothing writes into them any more, or the process ends.
         """
-        submitted = self._reading[name].submit(self._timed, name, keys, blocks)
+        began: list[float] = []
+        submitted = self._reading[name].submit(self._timed, name, keys, blocks, began)
         reading = asyncio.wrap_future(submitted)
         self._reads[name] += 1
         reading.add_done_callback(lambda _: self._read(name))
@@ -88,7 +87,9 @@ class TierReader:
             if not reading.done() and submitted.cancel():
                 return 0
             longest_s = self._patience_s + min(self._patience_s, 2 * self._block_s(name) * len(keys))
-            await asyncio.wait((reading,), timeout=self._began.get(name, 0.0) + longest_s - time.monotonic())
+            now = time.monotonic()
+            began_at = began[0] if began else now  # the thread has just taken it
+            await asyncio.wait((reading,), timeout=began_at + longest_s - now)
         except asyncio.CancelledError:
             if not submitted.cancel():
                 await asyncio.wait((reading,), timeout=self._patience_s)
@@ -114,11 +115,12 @@ class TierReader:
         self._looked[name] = ((ended := time.monotonic()) - began, ended)
         return count
 
-    def _timed(self, name: str, keys: Sequence[bytes], blocks: Sequence[int]) -> int:
-        began = self._began[name] = time.monotonic()
+    def _timed(self, name: str, keys: Sequence[bytes], blocks: Sequence[int], began: list[float]) -> int:
+        """Read, and put into `began` when that began."""
+        began.append(time.monotonic())
         count = self._tiers.get(name, keys, blocks)
         if count:  # what is missing, or damaged, takes less
-            self._measured[name] = ((ended := time.monotonic()) - began) / len(keys), ended
+            self._measured[name] = ((ended := time.monotonic()) - began[0]) / len(keys), ended
         return count
 
     def _read(self, name: str) -> None:

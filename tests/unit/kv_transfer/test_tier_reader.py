@@ -112,6 +112,35 @@ def test_a_read_is_not_overdue_for_those_before_it() -> None:
     asyncio.run(scenario())
 
 
+def test_a_read_that_begins_as_patience_ends_gets_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread has taken it, so it can't be cancelled any more, and has not noted yet when that was."""
+    tiers: Any = Reads(block_s=0.0)
+    reader = TierReader(tiers, BLOCK_SIZE, lambda: 0.0, patience_s=5.0)
+    taken, goes_on, waits = threading.Event(), threading.Event(), iter(("until patience ends", "until it is overdue"))
+    timed, wait = reader._timed, asyncio.wait
+
+    def timed_later(*what: Any) -> int:
+        taken.set()
+        assert goes_on.wait(20)
+        return timed(*what)
+
+    async def waited(futures: Any, **until: Any) -> None:
+        if next(waits) == "until patience ends":
+            assert taken.wait(20)
+            return
+        assert until["timeout"] > 0, "the read is taken for overdue at once"
+        goes_on.set()
+        await wait(futures, **until)
+
+    monkeypatch.setattr(reader, "_timed", timed_later)
+    monkeypatch.setattr(asyncio, "wait", waited)
+    try:
+        assert asyncio.run(reader.read("disk", [b"key"], [0])) == 1
+    finally:
+        goes_on.set()
+        reader.close()
+
+
 def test_what_a_read_has_taken_is_known_once_it_was_overdue() -> None:
     tiers: Any = Reads(block_s=0.02)
 
