@@ -22,6 +22,7 @@ from engine.memory.kv_pool import KVPool
 from kv_transfer.choice import receiving_transports, sending_transports
 from kv_transfer.lanes import LocalReceiveRank, LocalSendRank, SendLane
 from kv_transfer.progress import StepProgress
+from kv_transfer.transport import TransportError
 from protocol.errors import TransportUnavailableError
 from protocol.gang import HeadMove, TokenSpan
 
@@ -132,7 +133,9 @@ class Scene:
 
 @asynccontextmanager
 async def scene(case: Case, shape: PoolShape, deadline_s: float) -> AsyncIterator[Scene]:
-    """Open a lane. Raises TransportError or TransportUnavailableError if it can't be opened."""
+    """Open a lane. Raises TransportError or TransportUnavailableError if it can't be opened, and TransportError if the child
+    ends before it is asked to.
+    """
     told, theirs = SPAWN.Pipe()
     child = SPAWN.Process(target=decode_process, args=(theirs, case, shape, deadline_s))
     child.start()
@@ -159,6 +162,8 @@ async def scene(case: Case, shape: PoolShape, deadline_s: float) -> AsyncIterato
                 told.send(None)
         finally:
             await lane.close()
+    except (EOFError, ConnectionError):
+        raise TransportError("the receiving process ended") from None
     finally:
         told.close()  # which a child that still listens takes for the end
         await asyncio.to_thread(child.join, END_S)

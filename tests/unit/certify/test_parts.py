@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import types
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from certify import handoff_scene
 from certify.findings import Content, Findings, PartSkipped
 from certify.given_sequence import Computed
 from certify.parts import cluster, handoff, kernels, peer, ranks, steps
@@ -52,6 +54,35 @@ def test_the_transports_that_are_possible(
     cases, impossible = handoff.cases_of("cuda")
     assert [str(case) for case in cases] == tried
     assert list(impossible) == not_tried
+
+
+@pytest.mark.parametrize("says", [[], ["ready"], ["ready", ("taken", b"answer")]], ids=["loading", "answering", "receiving"])
+def test_a_receiving_process_that_ends_costs_the_checks_of_its_transport_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: list[object]
+) -> None:
+    """Also where the lane is connected, which here is one that sends nothing."""
+
+    class Connected(types.SimpleNamespace):
+        async def connect(self, _: object, __: str, exchange: Any) -> types.SimpleNamespace:
+            assert await exchange(b"offer") == b"answer"
+            return types.SimpleNamespace(send=self.nothing, close=self.nothing)
+
+        async def nothing(self, *_: object) -> list[bytes]:
+            return []
+
+    def ends(told: Any, *_: object) -> None:
+        for each in says:
+            told.send(each)
+            told.recv()
+
+    monkeypatch.setattr(handoff_scene, "SPAWN", multiprocessing.get_context("fork"))
+    monkeypatch.setattr(handoff_scene, "LocalSendRank", lambda *_: Connected())
+    monkeypatch.setattr(handoff_scene, "decode_process", ends)
+    monkeypatch.setattr(handoff, "ceilings", lambda _: types.SimpleNamespace(bytes_per_s=1.0))
+    handoff.run(Findings(tmp_path / "found"), "cpu")
+    assert [(check.name, check.passed, check.detail) for check in Content.read(tmp_path / "found").checks] == [
+        (f"{transport}-cpu-cpu: a lane", False, "the receiving process ended") for transport in ("shared_memory", "gloo")
+    ]
 
 
 def test_every_group_of_kernels_has_cases() -> None:
