@@ -133,6 +133,7 @@ class NodeTiers:
     def put(self, blocks: Sequence[TierBlock]) -> None:
         """Write blocks, which nobody writes meanwhile, into each tier that does not have them."""
         own = self._shares([each.key for each in blocks], self._rank)
+        self._going.make_ready()
         for tier in self._tiers.values():
             tier.store.put(
                 (key, tenant_of(each.salt), self._going.outgoing(each.place)) for key, each in zip(own, blocks, strict=True)
@@ -145,6 +146,7 @@ class NodeTiers:
         """
         tier, coming, count = self._tiers[name], self._coming[name], len(keys)
         over_at, own = time.monotonic() + tier.block_s * count, self._shares(keys, self._rank)
+        coming.make_ready()
         for place in reversed(range(len(own))):
             if tier.store.get(own[place], coming.incoming(blocks[place])):
                 coming.filled(blocks[place])

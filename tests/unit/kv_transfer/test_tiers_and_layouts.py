@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from kv_transfer.tiers.occupied import Occupied
 from kv_transfer.tiers.pool_blocks import StagedBlocks, pool_blocks
 from kv_transfer.tiers.store import BlockStore
 from protocol.cache.keys import tenant_of
+from protocol.cache.shares import TierBlock
 from protocol.messages.load import DISK, MEMORY
 from protocol.messages.workers import KvLayout
 from tests.unit.kv_transfer.two_ends import HEAD_DIM, HEADS, LAYERS, LAYOUT, pool
@@ -79,3 +82,59 @@ def test_two_tiers_are_read_at_once_into_a_pool_on_a_device(tmp_path: Path, monk
         assert reading.result(20) == num_each
     tiers.close()
     assert torch.equal(blocks, wanted)
+
+
+class Stream:
+    """A stream of the stand-in for a device."""
+
+    current: Stream
+
+    def __init__(self, _: object = None) -> None:
+        self.num_waits = 0
+        """How often somebody waited for what this stream has been told to do."""
+
+    def wait_stream(self, other: Stream) -> None:
+        other.num_waits += 1
+
+    def synchronize(self) -> None:
+        self.num_waits += 1
+
+
+class OnDevice(torch.Tensor):
+    """A tensor of the stand-in for a device, where a copy between it and the processor's memory waits for its stream."""
+
+    is_cuda = True
+
+    def copy_(self, other: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        Stream.current.num_waits += 1
+        return super().copy_(other, non_blocking)
+
+
+@contextmanager
+def current(stream: Stream) -> Iterator[None]:
+    before, Stream.current = Stream.current, stream
+    yield
+    Stream.current = before
+
+
+def test_blocks_that_are_written_and_read_together_wait_for_the_engine_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Stream.current = Stream()
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", current)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda _: engine)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream.current)
+    monkeypatch.setattr(node_tiers, "pool_blocks", StagedBlocks)
+    blocks = pool(block_size=BLOCK_SIZE).data.normal_().as_subclass(OnDevice)
+    wanted, keys = blocks.clone(), [bytes([number]) * 32 for number in range(blocks.shape[2])]
+    assert len(keys) == 8
+    store = BlockStore(tmp_path, b"model", StagedBlocks(blocks).block_bytes, 2**20)
+    tiers = NodeTiers({DISK: _Tier(store, None, 0.0)}, blocks)
+    tiers.put([TierBlock(key, "", place) for place, key in enumerate(keys)])
+    assert engine.num_waits == 1, "the blocks may have been written in a step that is still launched"
+    blocks.zero_()
+    assert tiers.get(DISK, keys, range(8)) == 8
+    assert engine.num_waits == 2, "what a stopped job's step still writes comes first"
+    assert torch.equal(blocks, wanted)
+    tiers.close()
