@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
@@ -10,6 +11,31 @@ from torch import Tensor
 from engine.kernels.triton.token_rows import Rows, copy_rows, hash_rows
 from kv_transfer.plan import MIN_MESSAGE_BYTES
 from kv_transfer.pool_view import PoolView, Slots
+
+
+class LaneStreams:
+    """The CUDA streams of this process's lanes.
+
+    torch has 32 on a device and hands them out in turn, also those that are in use. So a lane that ends gives its stream to the
+    next one: two lanes on one stream would wait for each other's peers.
+    """
+
+    def __init__(self) -> None:
+        self._free: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
+
+    def take(self, device: torch.device) -> torch.cuda.Stream:
+        """Return a stream that no lane uses, as long as torch has one. Thread-safe."""
+        try:
+            return self._free[device].pop()
+        except IndexError:
+            return torch.cuda.Stream(device)
+
+    def give_back(self, stream: torch.cuda.Stream, device: torch.device) -> None:
+        """Let another lane of this device have the stream. Thread-safe."""
+        self._free[device].append(stream)
+
+
+_STREAMS = LaneStreams()
 
 
 class CudaPoolView(PoolView):
@@ -27,11 +53,20 @@ class CudaPoolView(PoolView):
     def __init__(self, layers: Sequence[Tensor], heads: range | None = None) -> None:
         super().__init__(layers, heads)
         self._rows = Rows.of(self.layers)
+        self._stream: torch.cuda.Stream | None = None
+        """That of the thread, while it has one."""
 
     def begin_thread(self) -> None:
         """Give the calling thread the pool's device and a stream of its own."""
         torch.cuda.set_device(self.device)
-        torch.cuda.set_stream(torch.cuda.Stream(self.device))
+        self._stream = _STREAMS.take(self.device)
+        torch.cuda.set_stream(self._stream)
+
+    def end_thread(self) -> None:
+        """Give the thread's stream back."""
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            _STREAMS.give_back(stream, self.device)
 
     def compile(self) -> None:
         """Hash nothing, and copy nothing from a pool that is alike and by a dense buffer."""

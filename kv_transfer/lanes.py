@@ -195,9 +195,13 @@ async def _connected(thread: ThreadPoolExecutor, pool: PoolView, connect: Callab
 
     @_device_breaks_the_lane()
     def connected() -> _Channel:
-        pool.begin_thread()
-        pool.compile()
-        return connect()
+        try:
+            pool.begin_thread()
+            pool.compile()
+            return connect()
+        except BaseException:
+            pool.end_thread()
+            raise
 
     try:
         connecting = thread.submit(connected)
@@ -206,23 +210,25 @@ async def _connected(thread: ThreadPoolExecutor, pool: PoolView, connect: Callab
     try:
         return await asyncio.wrap_future(connecting)
     except BaseException as error:
-        connecting.add_done_callback(_close_late)
+        connecting.add_done_callback(lambda _: _close_late(connecting, pool))
         thread.shutdown(wait=False)
         if isinstance(error, OSError):  # no descriptor is left, for instance
             raise LackError(first_line(error)) from None
         raise
 
 
-def _close_late(connecting: Future[SendChannel] | Future[ReceiveChannel]) -> None:
+def _close_late(connecting: Future[_Channel], pool: PoolView) -> None:
     if not connecting.cancelled() and connecting.exception() is None:
         connecting.result().close()
+        pool.end_thread()
 
 
-def _close(thread: ThreadPoolExecutor, channel: SendChannel | ReceiveChannel) -> None:
+def _close(thread: ThreadPoolExecutor, channel: SendChannel | ReceiveChannel, pool: PoolView) -> None:
     """End a lane, also one whose thread waits for a peer that is lost. Blocks while a sending thread waits for its step."""
     channel.interrupt()
     thread.shutdown()
     channel.close()
+    pool.end_thread()
 
 
 @contextmanager
@@ -282,7 +288,7 @@ class _LocalSendLane:
         return push.fingerprints.digests()
 
     async def close(self) -> None:
-        await asyncio.to_thread(_close, self._thread, self._channel)
+        await asyncio.to_thread(_close, self._thread, self._channel, self._pool)
 
 
 class _LocalReceiveLane:
@@ -309,4 +315,4 @@ class _LocalReceiveLane:
             self._pool.settle()  # also of a push that failed: its blocks may be another's as soon as it has ended
 
     async def close(self) -> None:
-        await asyncio.to_thread(_close, self._thread, self._channel)
+        await asyncio.to_thread(_close, self._thread, self._channel, self._pool)

@@ -82,6 +82,9 @@ class PoolView:
     def begin_thread(self) -> None:
         """Prepare the calling thread, which will move this pool's bytes. Called once."""
 
+    def end_thread(self) -> None:
+        """Give back what that thread has of its device, when nothing moves this pool's bytes any more. Idempotent."""
+
     def make_ready(self, slots: Slots) -> None:
         """Prepare slots that belong to the caller for being written."""
 

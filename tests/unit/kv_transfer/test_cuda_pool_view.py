@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.kernels.triton.launch import Launch
+from kv_transfer import cuda_pool_view
 from kv_transfer.cuda_pool_view import CudaPoolView
 from kv_transfer.fingerprints.device import MultilinearFingerprints
 from kv_transfer.plan import Piece, SlotRun
@@ -94,6 +97,26 @@ def test_lanes_launch_nothing_that_was_not_compiled(heads: range | None, monkeyp
     push.update(range(4))
     assert len(seen) == 4
     assert seen == compiled
+
+
+def test_lanes_at_once_have_streams_of_their_own_however_many_there_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch hands its 32 streams out in turn."""
+    in_turn = itertools.cycle([object() for _ in range(32)])
+    given: list[object] = []
+    monkeypatch.setattr(cuda_pool_view, "_STREAMS", cuda_pool_view.LaneStreams())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: next(in_turn))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "set_stream", given.append)
+    lasting, content = views(pool(4, seed=8), None)[0], pool(4, seed=9)
+    lasting.begin_thread()
+    for _ in range(40):
+        two = [views(content, None)[0] for _ in range(2)]
+        for view in two:
+            view.begin_thread()
+        assert len({given[0], *given[-2:]}) == 3
+        for view in (*two, two[0]):
+            view.end_thread()
+    assert len(set(given)) == 3
 
 
 def test_rows_that_do_not_follow_each_other_are_no_pool() -> None:
