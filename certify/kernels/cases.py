@@ -37,6 +37,8 @@ MAX_LEN = 32_768
 """Tokens of the longest context that decode attention is made for."""
 LIMITS = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 """Relative errors in the 2-norm: a little more than the rounding of the results."""
+FP8, FP8_LIMIT = torch.float8_e4m3fn, 0.04
+"""The type of KV in fp8, and the same limit for what is rounded to it."""
 
 
 class WrongResultError(Exception):
@@ -80,9 +82,13 @@ def run(launches: Iterable[Launch]) -> None:
 
 
 class PagedContexts:
-    """Sequences in one layer of a pool; whatever is not theirs is NaN. A token sees `window` tokens, or all if that is 0."""
+    """Sequences in one layer of a pool; whatever is not theirs is NaN. A token sees `window` tokens, or all if that is 0. The
+    pool is of `dtype`, or in fp8.
+    """
 
-    def __init__(self, heads: Heads, ends: Sequence[int], block_size: int, dtype: torch.dtype, window: int = 0) -> None:
+    def __init__(
+        self, heads: Heads, ends: Sequence[int], block_size: int, dtype: torch.dtype, window: int = 0, *, fp8: bool = False
+    ) -> None:
         self.heads = heads
         self.window = window
         self.ends = ends
@@ -98,8 +104,9 @@ class PagedContexts:
             slots = (own[:, None] * block_size + torch.arange(block_size)).view(-1)[:end]
             slots_2SKH[:, slots] = torch.randn(2, end, heads.kv, heads.size).to(dtype)
             self._slots.append(slots)
-        self._kv = slots_2SKH
-        self.slots_2SKH, self.tables_CW = slots_2SKH.to(DEVICE), tables_CW.to(DEVICE)
+        stored_2SKH = slots_2SKH.to(FP8) if fp8 else slots_2SKH
+        self._kv = stored_2SKH.to(dtype)
+        self.slots_2SKH, self.tables_CW = stored_2SKH.to(DEVICE), tables_CW.to(DEVICE)
 
     def attended(self, sequence: int, q_TNH: Tensor) -> Tensor:
         """Return the attention of the last T tokens of a sequence to all of it, in float64."""
@@ -119,12 +126,14 @@ class PagedContexts:
         return qkv_TA.to(DEVICE), q_TNH
 
 
-def decode_error(heads: Heads, lengths: Sequence[int], block_size: int, dtype: torch.dtype, window: int = 0) -> float:
-    """Return the relative error of attention in a decode step with contexts of these lengths.
+def decode_error(
+    heads: Heads, lengths: Sequence[int], block_size: int, dtype: torch.dtype, window: int = 0, *, fp8: bool = False
+) -> float:
+    """Return the relative error of attention in a decode step with contexts of these lengths, whose KV may be in fp8.
 
     Rows of length 0 are to be skipped.
     """
-    contexts = PagedContexts(heads, lengths, block_size, dtype, window)
+    contexts = PagedContexts(heads, lengths, block_size, dtype, window, fp8=fp8)
     qkv_RA, q_RNH = contexts.queries(len(lengths), dtype)
     out_RNH = torch.full((len(lengths), heads.query, heads.size), 7.0, dtype=dtype, device=DEVICE)
     run_decode_attention(contexts, slice(None), lengths, block_size, qkv_RA, out_RNH)
@@ -159,13 +168,13 @@ def run_prefill_attention(
 
 
 def prefill_error(
-    heads: Heads, chunks: Sequence[tuple[int, int]], block_size: int, dtype: torch.dtype, window: int = 0
+    heads: Heads, chunks: Sequence[tuple[int, int]], block_size: int, dtype: torch.dtype, window: int = 0, *, fp8: bool = False
 ) -> float:
-    """Return the relative error of attention of several chunks of prompts in one launch.
+    """Return the relative error of attention of several chunks of prompts in one launch. Their KV may be in fp8.
 
     `chunks` are positions from and to; the sequences hold nothing behind them.
     """
-    contexts = PagedContexts(heads, [end for _, end in chunks], block_size, dtype, window)
+    contexts = PagedContexts(heads, [end for _, end in chunks], block_size, dtype, window, fp8=fp8)
     rows = [0, *itertools.accumulate(end - start for start, end in chunks)]
     qkv_TA, q_TNH = contexts.queries(rows[-1], dtype)
     out_TNH = torch.full_like(q_TNH, math.nan).to(DEVICE)
@@ -174,14 +183,17 @@ def prefill_error(
     return relative_error(out_TNH, torch.cat(expected))
 
 
-def rotate_and_store_error(heads: Heads, slots: Sequence[int], num_slots: int, dtype: torch.dtype) -> float:
-    """Return the largest relative error of rotated q, and of stored keys and values. A row with slot -1 is left out.
+def rotate_and_store_error(
+    heads: Heads, slots: Sequence[int], num_slots: int, dtype: torch.dtype, *, fp8: bool = False
+) -> float:
+    """Return the largest relative error of rotated q, and of stored keys and values, which may be in fp8. A row with slot -1 is
+    left out.
 
     Raises WrongResultError if something was written that must stay as it was.
     """
     qkv_TA = torch.randn(len(slots), heads.row).to(dtype)
     angles_TF = torch.rand(len(slots), heads.size // 2) * 100
-    pool_2SKH = torch.randn(2, num_slots, heads.kv, heads.size).to(dtype)
+    pool_2SKH = torch.randn(2, num_slots, heads.kv, heads.size).to(FP8 if fp8 else dtype)
     after_TA, after_2SKH = qkv_TA.to(DEVICE, copy=True), pool_2SKH.to(DEVICE, copy=True)
     slots_T = torch.tensor(slots, dtype=torch.int32)
     cos, sin = angles_TF.cos(), angles_TF.sin()
@@ -196,9 +208,10 @@ def rotate_and_store_error(heads: Heads, slots: Sequence[int], num_slots: int, d
     expected_TA[kept_T, : heads.query * heads.size] = q.flatten(1)
     expected_2SKH[:, slots_T[kept_T].long()] = torch.stack((k, v))
     untouched_S = torch.ones(num_slots, dtype=torch.bool).index_fill_(0, slots_T[kept_T].long(), False)
-    expect(torch.equal(after_2SKH.cpu()[:, untouched_S], pool_2SKH[:, untouched_S]), "another slot was written")
+    before, after = (pool.cpu().view(torch.uint8)[:, untouched_S] for pool in (pool_2SKH, after_2SKH))
+    expect(torch.equal(before, after), "another slot was written")
     expect(torch.equal(after_TA.cpu()[~kept_T], qkv_TA[~kept_T]), "a row without a slot was written")
-    return max(relative_error(after_TA, expected_TA), relative_error(after_2SKH, expected_2SKH))
+    return max(relative_error(after_TA, expected_TA), relative_error(after_2SKH.float(), expected_2SKH))
 
 
 def check_fingerprints(heads: Heads, num_tokens: int, dtype: torch.dtype) -> None:

@@ -22,10 +22,11 @@ from certify.findings import Device, Findings
 from certify.kernels import bits as bit_cases
 from certify.kernels import cases as kernel_cases
 from certify.kernels import times as kernel_times
-from certify.kernels.cases import LIMITS, Heads
+from certify.kernels.cases import FP8_LIMIT, LIMITS, Heads
 from certify.shapes import LLAMA_8B, fitting
 from certify.small_model import graph_error, model_error
 from configs.machine import usable_cores
+from engine.gpu_checks import OLDEST_FP8, current_gpu
 from engine.memory.kv_pool import KVPool
 
 MOST_PROCESSES = 8
@@ -75,6 +76,8 @@ class Sizes:
     block_sizes: Sequence[int]
     decode_lengths: Sequence[Sequence[int]]
     prefill_chunks: Sequence[tuple[int, int]]
+    window: int
+    """Tokens that a token sees in a layer with a sliding window."""
     matrices: Sequence[tuple[int, int]]
     """Inputs and outputs of products."""
     product_rows: Sequence[int]
@@ -90,6 +93,7 @@ SIZES: dict[Device, Sizes] = {
         block_sizes=[16, 1, 64],
         decode_lengths=[[4096, 4095, 1, 0, 1000, *range(500, 560)], [7000]],
         prefill_chunks=[(0, 1500), (1000, 1129), (63, 66), (2047, 2049), (17_000, 17_040)],
+        window=1000,
         matrices=[(4096, 6144), (576, 1000)],
         product_rows=[1, 16, 40, 100, 1500],
         rows=300,
@@ -102,6 +106,7 @@ SIZES: dict[Device, Sizes] = {
         block_sizes=[16],
         decode_lengths=[[129, 1, 0]],
         prefill_chunks=[(0, 19), (63, 66)],
+        window=50,
         matrices=[(96, 72)],
         product_rows=[1, 17, 130],
         rows=5,
@@ -131,24 +136,28 @@ def groups(device: Device) -> list[Group]:
     products = [Group("products", dtype) for dtype in dtypes]
     small = [Group("between products", dtype) for dtype in dtypes]
     graphs = [Group("graphs", torch.bfloat16)] if device == "cuda" else []
+    fp8 = [Group("KV in fp8", torch.bfloat16)] if device == "cuda" and current_gpu().capability >= OLDEST_FP8 else []
     whole = [Group("a small model", torch.float32)] if device == "cuda" else []
     # What the interpreter multiplies has other bits in other shapes.
     bits = [Group("bits", dtype) for dtype in dtypes] if device == "cuda" else []
-    return [*graphs, *attention, *products, *bits, *small, Group("sampling", torch.float32), *whole]
+    return [*graphs, *attention, *fp8, *products, *bits, *small, Group("sampling", torch.float32), *whole]
 
 
 def cases(group: Group, sizes: Sizes) -> Iterator[Case]:
     """Yield the cases of a group."""
     match group.kernel:
         case "decode attention":
-            for heads, block_size in _layouts(sizes):
+            for heads, block_size, window in _layouts(sizes):
                 for lengths in sizes.decode_lengths:
-                    error = partial(kernel_cases.decode_error, heads, lengths, block_size, group.dtype)
-                    yield Case(f"{heads}, {len(lengths)} rows, blocks of {block_size}", error, group.limit)
+                    error = partial(kernel_cases.decode_error, heads, lengths, block_size, group.dtype, window)
+                    name = f"{heads}, {len(lengths)} rows, blocks of {block_size}{_windowed(window)}"
+                    yield Case(name, error, group.limit)
         case "prefill attention":
-            for heads, block_size in _layouts(sizes):
-                error = partial(kernel_cases.prefill_error, heads, sizes.prefill_chunks, block_size, group.dtype)
-                yield Case(f"{heads}, blocks of {block_size}", error, group.limit)
+            for heads, block_size, window in _layouts(sizes):
+                error = partial(kernel_cases.prefill_error, heads, sizes.prefill_chunks, block_size, group.dtype, window)
+                yield Case(f"{heads}, blocks of {block_size}{_windowed(window)}", error, group.limit)
+        case "KV in fp8":
+            yield from _fp8_cases(group, sizes)
         case "products":
             yield from _product_cases(group, sizes)
         case "bits":
@@ -166,10 +175,26 @@ def cases(group: Group, sizes: Sizes) -> Iterator[Case]:
                 yield Case(f"16 rows of {size:,}", partial(kernel_cases.sampling_error, 16, size), limit)
 
 
-def _layouts(sizes: Sizes) -> Iterator[tuple[Heads, int]]:
-    """All heads with the first size of blocks, and the other sizes with some heads."""
-    yield from ((heads, sizes.block_sizes[0]) for heads in sizes.heads)
-    yield from ((sizes.heads[1], size) for size in sizes.block_sizes[1:])
+def _layouts(sizes: Sizes) -> Iterator[tuple[Heads, int, int]]:
+    """All heads with the first size of blocks, the other sizes with some heads, and some heads with a window."""
+    yield from ((heads, sizes.block_sizes[0], 0) for heads in sizes.heads)
+    yield from ((sizes.heads[1], size, 0) for size in sizes.block_sizes[1:])
+    yield sizes.heads[0], sizes.block_sizes[0], sizes.window
+
+
+def _windowed(window: int) -> str:
+    return f", a window of {window}" if window else ""
+
+
+def _fp8_cases(group: Group, sizes: Sizes) -> Iterator[Case]:
+    dtype, block_size, lengths = group.dtype, sizes.block_sizes[0], sizes.decode_lengths[0]
+    for heads in sizes.heads:
+        decode = partial(kernel_cases.decode_error, heads, lengths, block_size, dtype, fp8=True)
+        yield Case(f"decode attention, {heads}", decode, group.limit)
+        prefill = partial(kernel_cases.prefill_error, heads, sizes.prefill_chunks, block_size, dtype, fp8=True)
+        yield Case(f"prefill attention, {heads}", prefill, group.limit)
+        store = partial(kernel_cases.rotate_and_store_error, heads, range(sizes.rows), sizes.rows + 1, dtype, fp8=True)
+        yield Case(f"rotate and store, {heads}", store, FP8_LIMIT)
 
 
 def _product_cases(group: Group, sizes: Sizes) -> Iterator[Case]:

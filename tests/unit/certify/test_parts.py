@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from certify import handoff_scene
-from certify.findings import Content, Findings, PartSkipped
+from certify.findings import Content, Device, Findings, PartSkipped
 from certify.given_sequence import Computed
 from certify.parts import cluster, handoff, kernels, peer, ranks, steps
 from certify.parts.exactness import compared
 from certify.shapes import TINY
 from configs.loader import load_config
 from engine.batch import SampledToken
+from engine.gpu_checks import Gpu
 from protocol.sampling import TokenLogprobs
 
 
@@ -85,14 +86,18 @@ def test_a_receiving_process_that_ends_costs_the_checks_of_its_transport_alone(
     ]
 
 
-def test_every_group_of_kernels_has_cases() -> None:
-    for device in ("cuda", "cpu"):
+def test_every_group_of_kernels_has_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    machines: list[tuple[Device, tuple[int, int]]] = [("cuda", (8, 6)), ("cuda", (8, 9)), ("cpu", (0, 0))]
+    for device, capability in machines:
+        monkeypatch.setattr(kernels, "current_gpu", lambda capability=capability: Gpu("", capability, 0))
         found = kernels.groups(device)
+        assert any(group.kernel == "KV in fp8" for group in found) == (capability == (8, 9)), "older ones have no such numbers"
         assert len({str(group) for group in found}) == len(found)
         for group in found:
             cases = list(kernels.cases(group, kernels.SIZES[device]))
             assert cases, group
             assert len({case.name for case in cases}) == len(cases), "cases can be told apart"
+            assert any("window" in case.name for case in cases) == ("attention" in group.kernel)
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from torch import Tensor
 from certify.kernels.bits import product_error
 from certify.kernels.cases import (
     DEVICE,
+    FP8_LIMIT,
     LIMITS,
     Heads,
     PagedContexts,
@@ -242,6 +243,16 @@ def test_tiles_hold_every_token_once(chunks: list[tuple[int, int]], group: int) 
     assert covered == whole
     assert all(0 < tokens * group <= tile_rows(torch.bfloat16) for _, tokens, _, _ in tiles)
     assert [tile[2] for tile in tiles] == sorted((tile[2] for tile in tiles), reverse=True)
+
+
+@DTYPES
+def test_keys_and_values_in_fp8(dtype: torch.dtype) -> None:
+    """Triton's interpreter cuts off what GPUs round, when it stores them."""
+    torch.manual_seed(4)
+    heads = Heads(4, 2, 32)
+    assert decode_error(heads, [129, 0, 1], 16, dtype, fp8=True) < LIMITS[dtype]
+    assert prefill_error(heads, [(0, 19), (63, 66)], 16, dtype, fp8=True) < LIMITS[dtype]
+    assert rotate_and_store_error(heads, [5, -1, 0], 7, dtype, fp8=True) < (FP8_LIMIT if DEVICE.type == "cuda" else 0.1)
 
 
 @DTYPES
