@@ -189,6 +189,8 @@ def _turn(client: ApiClient, conversation: Conversation, text: str, console: Con
     except KeyboardInterrupt:
         console.print(" [dim](stopped)[/dim]", end="")
     except TandemError as error:
+        if said:
+            console.print()  # the answer has no line feed yet
         console.print(f"[red]{escape(printable(error.message))}[/red]", highlight=False, emoji=False)
     console.print(f"\n[dim]{timing.summary(time.monotonic())}[/dim]", highlight=False)
     if said:

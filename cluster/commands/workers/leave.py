@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from protocol.errors import UnavailableError
 
@@ -75,5 +76,5 @@ def wait_until_empty(gcs: Gcs, node: RayNode, deadline: float) -> str | None:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 return f"is not empty at its deadline: {said}"
-            progress.update(f"leaving {node.address}: {said}, {left_s:.0f} s left")
+            progress.update(escape(f"leaving {node.address}: {said}, {left_s:.0f} s left"))
             time.sleep(min(_LOOK_S, left_s))

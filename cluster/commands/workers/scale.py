@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from cluster.commands.lib.http_client import ApiClient
 from cluster.commands.lib.options import DEFAULT_URL, LONGEST_S, AdminKey, Url
@@ -75,5 +76,7 @@ def wait_until_scaled(client: ApiClient, wanted: Mapping[str, int], deadline_s: 
     """
     console = Console(stderr=True)
     with console.status("scaling") as progress:
-        wait_for(client, lambda status: pending(status, wanted), deadline_s, lambda left: progress.update(f"scaling: {left}"))
+        wait_for(
+            client, lambda status: pending(status, wanted), deadline_s, lambda left: progress.update(escape(f"scaling: {left}"))
+        )
     console.print(", ".join(f"{number} {name}" for name, number in wanted.items()), highlight=False)

@@ -64,6 +64,10 @@ def test_it_looks_on_until_the_end_and_takes_what_it_saw(changes: Path, capsys: 
     assert "done" in capsys.readouterr().err
 
 
+def test_what_a_cluster_says_is_no_markup(changes: Path) -> None:
+    try_config(client(rollout("canary") | {"verdict": "worse [/b]"}, rollout("done")), changes, 0.1, 1.0, 20)
+
+
 def test_a_rollback_says_why(changes: Path) -> None:
     with pytest.raises(UnavailableError, match="rolled back: an operator has ended it"):
         try_config(client(rollout("rolled_back")), changes, 0.1, 1.0, 20)
