@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import groupby
 
 from router.api.large.encoding import Entries
 from router.api.shapes import AnswerInfo, Json, clipped, usage, whole_usage
@@ -34,7 +36,7 @@ class ChatShape:
         """Return the chunk of one piece."""
         said: Json = {"content": delta.text} if delta.text or not (delta.finish_reason or delta.tool_calls) else {}
         if delta.tool_calls:
-            said["tool_calls"] = [_call_piece(piece) for piece in delta.tool_calls]
+            said["tool_calls"] = _call_pieces(delta.tool_calls)
         choice: Json = {
             "index": delta.index,
             "delta": said,
@@ -99,6 +101,12 @@ def _entry(option: TextLogprob) -> Json:
 
 def _call(call: ToolCall) -> Json:
     return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _call_pieces(pieces: Iterable[ToolCallDelta]) -> list[Json]:
+    """The pieces with one entry for each call: clients that look at `tool_calls[0]` alone miss the others of a chunk."""
+    calls = [list(of_call) for _, of_call in groupby(pieces, lambda piece: piece.index)]
+    return [_call_piece(replace(of_call[0], arguments="".join(piece.arguments for piece in of_call))) for of_call in calls]
 
 
 def _call_piece(piece: ToolCallDelta) -> Json:

@@ -1,4 +1,4 @@
-"""Streams that OpenAI's package could not follow: an end in the piece of a call, choices that begin in any order."""
+"""Streams that clients could not follow: an end in the piece of a call, choices in any order, two entries for one call."""
 
 from __future__ import annotations
 
@@ -14,12 +14,16 @@ from openai import omit
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletionChunk
 
+from protocol.sampling import FinishReason, SamplingParams
 from router.api.answer_sender import EventSender
 from router.api.chat.shape import ChatShape
 from router.api.completion_events import CompletionEvents
 from router.api.shapes import AnswerInfo
-from router.request.answer import Delta
+from router.dispatch.journal import Tokens
+from router.request.answer import AnswerText, Delta, TokenTexts
+from router.text.tokenizer import Tokenizer
 from router.text.tool_calls import ToolCallDelta
+from router.text.tool_format import tool_format
 
 INFO = AnswerInfo(
     "chatcmpl-1",
@@ -74,8 +78,36 @@ def test_the_end_comes_after_the_call() -> None:
     assert [choice["finish_reason"] for choice in choices] == [None, None, "tool_calls"]
     assert [choice["delta"] for choice in choices[2:]] == [{}]
     assert [token_id for choice in choices for token_id in choice.get("token_ids", ())] == [5, 6]
+    assert_one_entry_for_each_call(chunks)
     _, kinds = followed(chunks)
     assert kinds.count("tool_calls.function.arguments.done") == 1
+
+
+def assert_one_entry_for_each_call(chunks: Sequence[Any]) -> None:
+    """Older versions of OpenAI's package keep the first list of calls as it is, with two entries where it has two."""
+    for chunk in chunks:
+        indices = [call["index"] for call in chunk["choices"][0]["delta"].get("tool_calls", ())]
+        assert len(set(indices)) == len(indices)
+
+
+@pytest.mark.parametrize("size", [1, 4, 100])
+def test_a_client_that_reads_one_entry_of_each_chunk_has_the_whole_call(tokenizer: Tokenizer, size: int) -> None:
+    """The token ` {"` ends a call's name and begins its arguments."""
+    said = tokenizer.encode('<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>')
+    assert ' {"' in [tokenizer.decode([each]) for each in said]
+    form = replace(tool_format(None), names=("weather",))
+    text = AnswerText(0, tokenizer.detokenizer(), TokenTexts(tokenizer), SamplingParams(0, 100), (), None, form)
+    shape = ChatShape(INFO)
+    chunks = []
+    for at in range(0, len(said), size):
+        finish = FinishReason.STOP if at + size >= len(said) else None
+        chunks.append(shape.chunk(text.push(Tokens(tuple(said[at : at + size]), (), finish))))
+    assert_one_entry_for_each_call(chunks)
+    entries = [
+        chunk["choices"][0]["delta"]["tool_calls"][0] for chunk in chunks if "tool_calls" in chunk["choices"][0]["delta"]
+    ]
+    assert [entry["function"]["name"] for entry in entries if "id" in entry] == ["weather"]
+    assert "".join(entry["function"]["arguments"] for entry in entries) == '{"city": "Oslo"}'
 
 
 @pytest.mark.parametrize("order", list(permutations(range(3))))
