@@ -110,14 +110,14 @@ class ToolFormat:
         listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
         before, after = _INSTRUCTIONS
         instructions = ours(before) + theirs(listed) + after
-        if spelled[0]["role"] == "system":
-            return [{**spelled[0], "content": theirs(spelled[0]["content"]) + "\n\n" + instructions}, *spelled[1:]], None
         roles = [message["role"] for message in spelled]
-        if self.system or "user" not in roles:
-            return [{"role": "system", "content": instructions}, *spelled], None
-        first = roles.index("user")
-        asked = {**spelled[first], "content": instructions + "\n\n" + theirs(spelled[first]["content"])}
-        return [*spelled[:first], asked, *spelled[first + 1 :]], None
+        if not self.system and "user" in roles:
+            first = roles.index("user")
+            asked = {**spelled[first], "content": instructions + "\n\n" + theirs(spelled[first]["content"])}
+            return [*spelled[:first], asked, *spelled[first + 1 :]], None
+        if roles[0] == "system":
+            return [{**spelled[0], "content": theirs(spelled[0]["content"]) + "\n\n" + instructions}, *spelled[1:]], None
+        return [{"role": "system", "content": instructions}, *spelled], None
 
     @property
     def _text(self) -> str:

@@ -122,6 +122,15 @@ def test_tools_of_a_template_without_a_system_role(facts: TokenizerFacts, templa
     assert "<|im_end|>" not in outline_of(text)
 
 
+@pytest.mark.parametrize("template", [USERS_ALONE, "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"])
+def test_tools_are_in_the_prompt_where_the_template_drops_system_messages(facts: TokenizerFacts, template: str) -> None:
+    compiled = ChatTemplate(template, facts)
+    format_ = shown_by(compiled, tool_format(template))
+    spelled, tools = format_.conversation(CONVERSATIONS[1], TOOLS)
+    assert spelled[0] == CONVERSATIONS[1][0]
+    assert '"name": "f"' in compiled.render(spelled, tools=tools)
+
+
 @pytest.mark.parametrize(("template", "system"), [("{{ messages }}", True), ("x", True), (None, True), (TURNS, False)])
 def test_whether_a_template_shows_system_messages(facts: TokenizerFacts, template: str | None, system: bool) -> None:
     assert shown_by(ChatTemplate(template, facts), tool_format(template)).system == system
