@@ -45,13 +45,22 @@ _MAX_KNOWN, _MAX_SAID = 1024, 300
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """The spacing of Python's JSON, as most of what models have read has it. With a choice, some would write blanks for ever."""
 _LENIENT = {"lenient": True, "coerce_one_of": True}
-_SCHEMA = ("additionalProperties", "items")
-_SCHEMAS = ("anyOf", "oneOf", "prefixItems")
+_SCHEMA = ("additionalItems", "additionalProperties", "items")
+_SCHEMAS = ("anyOf", "oneOf", "prefixItems", "items")
 _NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
 """Keywords whose value is a schema, a list of them, or schemas by name. Others hold data, or part of a schema."""
 _DATA = ("const", "enum", "default", "examples")
-_READABLE = re.compile(r"(?:[^\\(]|\\[^0-9A-Za-z<>]|\\[AadDfnpPrsStuUvwWxz]|\((?!\?)|\(\?(?::|P?<[A-Za-z_]|[imsxuUR-]))*")
-"""A regular expression without look-around, borders of words, references back and what else llguidance can't follow."""
+_READABLE = re.compile(
+    r"""(?: [^\\(\[{]
+    | \\[^0-9A-Za-z<>] | \\[pPuUx](?:\{[^{}]*\})? | \\[AadDfnrsStvwWz]
+    | \((?!\?) | \(\?(?::|P?<[A-Za-z_]|[imsxuUR-])
+    | \{[0-9]+(?:,[0-9]*)?\}
+    | \[\^?+(?: (?!&&|--|~~)[^\\\[\]] | \\[^0-9A-Za-z<>] | \\[adDfnpPrsStuUvwWx] )+\]
+    )*+""",
+    re.VERBOSE,
+)
+"""A regular expression without look-around, borders of words, references back and what else llguidance can't follow: empty
+classes, and brackets within a class or braces that are not escaped. `*+` never tries another way: a text takes linear time."""
 _NAMES_KEYS = {"properties", "patternProperties", "required", "anyOf", "oneOf", "allOf", "$ref"}
 """Keywords by which an object is more than a map: its keys are left as they are."""
 
@@ -70,10 +79,10 @@ def _changed_within(schema: Mapping[str, Any], change: Callable[[Any], Any], lis
     """A schema in which each schema right within it is changed. `lists`: the keywords whose value is a list of schemas."""
     result = dict(schema)
     for keyword, value in schema.items():
-        if keyword in _SCHEMA:
-            result[keyword] = change(value)
-        elif keyword in lists and isinstance(value, list):
+        if keyword in lists and isinstance(value, list):
             result[keyword] = [change(each) for each in value]
+        elif keyword in _SCHEMA:
+            result[keyword] = change(value)
         elif keyword in _NAMED_SCHEMAS and isinstance(value, Mapping):
             result[keyword] = {name: change(each) for name, each in value.items()}
     return result

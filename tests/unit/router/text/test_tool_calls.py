@@ -252,6 +252,12 @@ def test_arguments_are_an_object_whatever_the_schema_leaves_open(format_: ToolFo
         {"anyOf": [{"type": "null"}, {"allOf": [{"type": "string"}, {"pattern": r"\bid-\d+\b"}]}]},
         {"type": "array", "items": {"type": "string", "pattern": r"^([a-z])[^\0]\1$"}},
         {"type": "object", "patternProperties": {"^(?!_)": {"type": "integer"}}, "additionalProperties": False},
+        {"type": "array", "items": [{"type": "string", "pattern": "^(?!a)b"}]},
+        {"type": "array", "items": [{"type": "string"}], "additionalItems": {"type": "string", "pattern": "^(?!a)b"}},
+        *(
+            {"type": "string", "pattern": pattern}
+            for pattern in (r"^[^[\]]+$", "[[]", "[]", "[^]", "[a&&b]", "^{.*}$", "${", "x{", "a{,3}", r"\p{L}{", "x{1,2")
+        ),
     ],
 )
 def test_what_cannot_be_followed_is_left_out_where_a_tool_is_not_strict(schema: dict[str, Any]) -> None:
@@ -262,7 +268,7 @@ def test_what_cannot_be_followed_is_left_out_where_a_tool_is_not_strict(schema: 
 
 
 def test_patterns_that_can_be_followed_are_followed_where_a_tool_is_not_strict() -> None:
-    readable = [r"^\\b+(?:[(?:]|(?i)k|(?<two>\x41))\z", "^[<]{2}$"]
+    readable = [r"^\\b+(?:[(?:]|(?i)k|(?<two>\x41))\z", r"^[<{(?!\]]{2}\{\p{Lu}{1,}\x{41}[^a]$"]
     named = {"^(?<!a)": {"type": "integer"}, "^b": {"type": "string", "pattern": "^c$"}}
     tools = (
         tool("f", a={"pattern": readable[0], "type": "string"}, b={"pattern": readable[1], "type": "string"}),
@@ -273,9 +279,9 @@ def test_patterns_that_can_be_followed_are_followed_where_a_tool_is_not_strict()
     def allowed(name: str, **arguments: Any) -> bool:
         return follows(grammar, written(HERMES, [(name, json.dumps(arguments))]))
 
-    assert allowed("f", a="\\bbK", b="<<")
-    assert not allowed("f", a="\\", b="<<")
-    assert not allowed("f", a="\\bA", b="<")
+    assert allowed("f", a="\\bbK", b="<{{BA]")
+    assert not allowed("f", a="\\", b="<{{BA]")
+    assert not allowed("f", a="\\bA", b="<{BA]")
     assert allowed("g", a={"b": "c", "other": 1})
     assert not allowed("g", a={"b": "d"}), "the names that can be told are held to"
 
