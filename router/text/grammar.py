@@ -50,6 +50,8 @@ _SCHEMAS = ("anyOf", "oneOf", "prefixItems", "items")
 _NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
 """Keywords whose value is a schema, a list of them, or schemas by name. Others hold data, or part of a schema."""
 _DATA = ("const", "enum", "default", "examples")
+_ANNOTATIONS = ("description", "title", "examples", "default", "$comment")
+"""Keywords that ask nothing of an answer."""
 _READABLE = re.compile(
     r"""(?: [^\\(\[{]
     | \\[^0-9A-Za-z<>] | \\[pPuUx](?:\{[^{}]*\})? | \\[AadDfnrsStvwWz]
@@ -71,8 +73,10 @@ def json_rule(schema: Mapping[str, Any], *, lenient: bool = False) -> str:
     `lenient`: what llguidance can't follow of the schema is left out, where it would be refused otherwise.
     """
     options = {**_SPACING, **(_LENIENT if lenient else {})}
-    wanted = _with_readable_patterns(schema) if lenient else schema
-    return f"%json {json.dumps({**_with_short_keys(wanted), 'x-guidance': options})}"
+    wanted = _without_annotations(schema)
+    if lenient:
+        wanted = _with_readable_patterns(wanted)
+    return f"%json {json.dumps({**_with_short_keys(wanted), 'x-guidance': options}, ensure_ascii=False)}"
 
 
 def _changed_within(schema: Mapping[str, Any], change: Callable[[Any], Any], lists: Sequence[str]) -> dict[str, Any]:
@@ -86,6 +90,14 @@ def _changed_within(schema: Mapping[str, Any], change: Callable[[Any], Any], lis
         elif keyword in _NAMED_SCHEMAS and isinstance(value, Mapping):
             result[keyword] = {name: change(each) for name, each in value.items()}
     return result
+
+
+def _without_annotations(schema: Any) -> Any:
+    """The schema without what it says to people, which no answer follows and which is most of a well described tool."""
+    if not isinstance(schema, Mapping):
+        return schema
+    result = _changed_within(schema, _without_annotations, (*_SCHEMAS, "allOf"))
+    return {keyword: value for keyword, value in result.items() if keyword not in _ANNOTATIONS}
 
 
 def _with_readable_patterns(schema: Any) -> Any:

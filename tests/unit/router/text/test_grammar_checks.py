@@ -33,7 +33,7 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def never_seen(name: str) -> AnswerRule:
     """A rule that no other test has checked, so nobody remembers what is wrong with it."""
-    return json_answer({"title": name}, "schema")
+    return json_answer({"const": name}, "schema")
 
 
 def of_patterns(pattern: str = "pattern", every: str = "allOf") -> str:

@@ -12,6 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from protocol.sampling import MAX_GRAMMAR_CHARS
+from router.api.structured import MAX_TOOLS
 from router.text.grammar import json_rule
 from router.text.tool_calls import ToolCallDelta, ToolCallParser, whole_calls
 from router.text.tool_format import ToolFormat, ToolWishes, tool_format
@@ -284,6 +286,34 @@ def test_patterns_that_can_be_followed_are_followed_where_a_tool_is_not_strict()
     assert not allowed("f", a="\\bA", b="<{BA]")
     assert allowed("g", a={"b": "c", "other": 1})
     assert not allowed("g", a={"b": "d"}), "the names that can be told are held to"
+
+
+DESCRIBED = {"type": "string", "description": "ö" * 240, "title": "A", "examples": ["a"], "default": "b", "$comment": "c"}
+NAMED_AS_ANNOTATIONS = {"description": {"enum": ["ö", "日"]}, "title": {"const": {"title": "T", "default": 1}}}
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+@pytest.mark.parametrize("strict", [False, True])
+def test_as_many_tools_as_there_may_be_each_well_described(format_: ToolFormat, strict: bool) -> None:
+    """What a schema says to people was in the grammar, and 128 tools were refused for its size."""
+    name = "f" * 60
+    described = {f"p{index}": DESCRIBED for index in range(6)} | {"all": {"allOf": [DESCRIBED]}, "list": {"items": DESCRIBED}}
+    tools = tuple(tool(f"{name}{index:03}", **described) for index in range(MAX_TOOLS))
+    names = tuple(each["function"]["name"] for each in tools)
+    asked = ToolWishes(tools, names, frozenset(names) if strict else frozenset(), required=True, parallel=True)
+    assert len(format_.grammar(asked, None)) < MAX_GRAMMAR_CHARS
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+def test_what_is_named_as_an_annotation_is_followed(format_: ToolFormat) -> None:
+    asked = ToolWishes((tool("f", **NAMED_AS_ANNOTATIONS),), ("f",), frozenset({"f"}), required=True, parallel=True)
+    grammar = format_.grammar(asked, None)
+    for arguments, allowed in [
+        ('{"description": "日", "title": {"title": "T", "default": 1}}', True),
+        ('{"description": "a", "title": {"title": "T", "default": 1}}', False),
+        ('{"description": "ö", "title": {}}', False),
+    ]:
+        assert follows(grammar, written(format_, [("f", arguments)])) == allowed
 
 
 @pytest.mark.parametrize("format_", FORMATS)
