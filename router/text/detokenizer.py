@@ -107,7 +107,9 @@ class WindowDetokenizer:
         text = self._decode(self._window)
         if len(text) <= len(self._emitted) or (text.endswith("\ufffd") and not incomplete):
             return ""
-        new = text[len(self._emitted) :]
+        # Bytes that make a run invalid replace its characters in `text`, those that are out included.
+        intact = text.startswith(self._emitted)
+        new = text[len(self._emitted) :] if intact else self._decode(self._window[self._num_emitted :])
         self._window = self._window[self._num_emitted :]
         self._num_emitted = len(self._window)
         self._emitted = self._decode(self._window)

@@ -240,6 +240,36 @@ def test_streams_of_other_kinds_survive_anything(other_kind: Tokenizer, data: st
         assert text == other_kind.decode(ids)
 
 
+@given(pieces=st.lists(st.sampled_from(["日".encode(), "é😀".encode(), b"\xff", b"\xe6", b"\x97", None]), max_size=6))
+def test_characters_that_are_out_are_not_replaced_again(other_kind: Tokenizer, pieces: list[bytes | None]) -> None:
+    """Behind a whole character of byte tokens, one byte of the next one came as four replacement characters."""
+    word = other_kind.encode("the")
+    ids: list[int] = []
+    expected, waiting = "", b""
+    for piece in pieces:
+        if piece is None:
+            ids += word
+            expected, waiting = expected + "\ufffd" * len(waiting) + " the", b""
+        for byte in piece or b"":
+            ids.append(3 + byte)
+            waiting += bytes([byte])
+            if "\ufffd" not in waiting.decode(errors="replace"):
+                expected, waiting = expected + waiting.decode(), b""
+    stream = other_kind.detokenizer()
+    text = "".join([stream.push([token_id]) for token_id in ids]) + stream.flush()
+    assert text == (expected + "\ufffd" * len(waiting)).removeprefix(" ")
+
+
+@pytest.mark.parametrize(
+    ("data", "text"), [("😀😀".encode()[:5], "😀\ufffd"), ("日".encode() + b"\xff", "日\ufffd"), (b"\xff", "\ufffd")]
+)
+def test_one_byte_that_is_no_character_is_one_replacement(other_kind: Tokenizer, data: bytes, text: str) -> None:
+    for end in ("", "the"):
+        stream = other_kind.detokenizer()
+        ids = [*(3 + byte for byte in data), *other_kind.encode(end)]
+        assert "".join([stream.push([token_id]) for token_id in ids]) + stream.flush() == f"{text} {end}".rstrip()
+
+
 @given(
     before=st.text(alphabet="the ab中😀é\n", min_size=1, max_size=12).filter(str.strip),
     text=st.text(alphabet="the ab中😀é\n\u0301", max_size=20),
