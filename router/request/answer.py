@@ -135,10 +135,18 @@ class TokenTexts:
         )
 
     def describe_prompt(self, echo: Echo, logprobs: PromptLogprobs) -> tuple[TextLogprobs, ...]:
-        """Return a prompt's logprobs with its tokens in text. Raises ProtocolError if they don't belong to it."""
+        """Return a prompt's logprobs with its tokens in text. Raises ProtocolError if they don't belong to it.
+
+        Where words begin with a blank, the tokens of a text's first word have one that the text has not: it is left out.
+        """
         first = TextLogprobs(TextLogprob(self.find(echo.token_ids[0]), None), ())
-        entries = (first, *self.describe(echo.token_ids[1:], unpack(logprobs, len(echo.token_ids))))
-        return tuple(_in_prompt(entry, shown=index >= echo.num_added) for index, entry in enumerate(entries))
+        described = (first, *self.describe(echo.token_ids[1:], unpack(logprobs, len(echo.token_ids))))
+        entries = [_in_prompt(entry, shown=index >= echo.num_added) for index, entry in enumerate(described)]
+        spelled = "".join(entry.chosen.token.text for entry in entries[echo.num_added :])
+        if _num_blanks(spelled) > _num_blanks(echo.text):
+            begin = entries[echo.num_added]
+            entries[echo.num_added] = TextLogprobs(_without_blank(begin.chosen), tuple(map(_without_blank, begin.top)))
+        return tuple(entries)
 
     def _find(self, token_id: int) -> TokenText:
         utf8 = self._tokenizer.token_bytes(token_id)
@@ -150,6 +158,17 @@ def _in_prompt(entry: TextLogprobs, *, shown: bool) -> TextLogprobs:
     if chosen.token.shown is shown:
         return entry
     return replace(entry, chosen=replace(chosen, token=replace(chosen.token, shown=shown)))
+
+
+def _num_blanks(text: str) -> int:
+    return len(text) - len(text.lstrip(" "))
+
+
+def _without_blank(option: TextLogprob) -> TextLogprob:
+    token = option.token
+    if not token.text.startswith(" "):
+        return option
+    return replace(option, token=replace(token, text=token.text[1:], utf8=token.utf8[1:]))
 
 
 class AnswerText:
