@@ -94,7 +94,7 @@ class ToolFormat:
         else:
             rules.append(f"start: TEXT | {calls}")
         if content is None and not wishes.required:
-            rules.append(f"TEXT: {self._text}")
+            rules.append(f"TEXT: {self._text(may_call=bool(wishes.names))}")
         return HEAD + "\n".join(rules) + "\n"
 
     def conversation(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[list[Message], Sequence[Tool] | None]:
@@ -119,11 +119,10 @@ class ToolFormat:
             return [{**spelled[0], "content": theirs(spelled[0]["content"]) + "\n\n" + instructions}, *spelled[1:]], None
         return [{"role": "system", "content": instructions}, *spelled], None
 
-    @property
-    def _text(self) -> str:
+    def _text(self, *, may_call: bool) -> str:
         if self.tag:
             return f"/(.|\\n)*/ & {self._no_tag}"
-        return "/([^{](.|\\n)*)?/"
+        return "/([^{](.|\\n)*)?/" if may_call else "/(.|\\n)*/"
 
     @property
     def _no_tag(self) -> str:

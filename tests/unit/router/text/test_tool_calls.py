@@ -158,6 +158,12 @@ def test_text_of_llama_models(text: str, cuts: list[int]) -> None:
     assert (content, found) == (text, [])
 
 
+@pytest.mark.parametrize("text", ['{"a": 1}', '{"name": "add", "parameters": {"a": 1, "b": 2}}', "{", "", "a {\n"])
+def test_any_text_of_llama_models_where_no_call_can_be_made(text: str) -> None:
+    """JSON that a client asked for in words was forbidden by `tool_choice: none`."""
+    assert follows(LLAMA3.grammar(wishes(()), None), text)
+
+
 @pytest.mark.parametrize("format_", FORMATS)
 def test_arguments_follow_the_schema(format_: ToolFormat) -> None:
     grammar = format_.grammar(wishes(), None)
