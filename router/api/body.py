@@ -35,6 +35,7 @@ _UNSUPPORTED = "unsupported_field"
 _NO_SUCH_KIND = "no_such_kind"
 _TOO_LONG = "too_many_elements"
 _SHOWN_CHARS = 40
+_SHOWN_NAME_CHARS = 100
 _SHOWN_BITS = 100
 _MOST_UNKNOWN = 4
 """Unknown fields of one object that are told; the others are not looked at."""
@@ -215,7 +216,7 @@ def _explain(kind: type[Body], errors: list[ErrorDetails]) -> InvalidRequestErro
 
 
 def _path_of_unknown(kind: type[Body], loc: tuple[int | str, ...]) -> str:
-    return ".".join(filter(None, (_locate(kind, loc[:-1])[0], str(loc[-1]))))
+    return ".".join(filter(None, (_locate(kind, loc[:-1])[0], str(loc[-1])[:_SHOWN_NAME_CHARS])))
 
 
 def _locate(kind: type[Body], loc: tuple[int | str, ...]) -> tuple[str, FieldInfo | None]:

@@ -123,3 +123,15 @@ def test_numbers_of_absurd_length(field: str) -> None:
     with pytest.raises(InvalidRequestError) as refused:
         parse_body(CompletionBody, raw.encode())
     assert len(refused.value.message) < 300
+
+
+@pytest.mark.parametrize("place", ["", "messages.0."])
+def test_unknown_names_of_absurd_length(place: str) -> None:
+    """A key of 200,000 characters was told twice, in the message and as `param`."""
+    message: dict[str, Any] = {"role": "user", "content": "c"}
+    fields: dict[str, Any] = {"model": "m", "messages": [message]}
+    (message if place else fields).update(dict.fromkeys((first + "x" * 200_000 for first in "abc"), 1))
+    with pytest.raises(InvalidRequestError) as refused:
+        parse_body(ChatBody, json.dumps(fields).encode())
+    assert refused.value.param == place + "a" + "x" * 99
+    assert len(refused.value.message) < 400
