@@ -1,6 +1,6 @@
 """The cache folder: `$TANDEM_CACHE`, else `~/.cache/tandem`. Many processes share it.
 
-    models/<distribution>-<version>/   files fetched by name (`configs.packaged`)
+    models/<distribution>-<version>/   files fetched by name (`configs.model_files.packaged`)
     sha256/<id of a path>.json         checksum of a model file, valid while its size and times stay the same
     native/<compiler>-<set>-<id>.so    the native operators, compiled here (`engine.native.build`); `.failed` where none can be
     weights/<digest>/packed.gguf       packed weights that workers map (`engine.models.weight_file`)

@@ -18,10 +18,10 @@ from configs.fields import model_error, read_json
 from configs.model_files.gguf_model import model_from_gguf
 from configs.model_files.hf_directory import CONFIG, checked_architecture, directory_hash, model_from_directory
 from configs.model_files.hf_hub import fetch_snapshot, local_snapshots, whole_snapshot
+from configs.model_files.packaged import SMOLLM2, fetch
 from configs.model_files.rope import with_overrides
 from configs.model_files.vocabulary import token_bytes
 from configs.paced.profile import load_paced_profile
-from configs.packaged import SMOLLM2, fetch
 from configs.schema import ClusterConfig
 from protocol.errors import ConfigError, UnavailableError
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import yaml
 
-from configs.packaged import SMOLLM2, fetch
+from configs.model_files.packaged import SMOLLM2, fetch
 from tests.integration.containers import Container, Images, Mount, User, missing_tools, start
 from tests.integration.local_processes import TANDEM
 from tests.unit.deploy.manifests import main_container, of_kind, ray_clusters

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.packaged import SMOLLM2
+from configs.model_files.packaged import SMOLLM2
 
 WAIT_S = 60.0
 COMMAND = (sys.executable, "-c", "from cluster.commands.cli import main; main()")

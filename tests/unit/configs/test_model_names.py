@@ -13,8 +13,8 @@ import pytest
 from huggingface_hub import constants as hub_constants
 
 from configs.facts import WeightFormat
+from configs.model_files.packaged import SMOLLM2
 from configs.models import is_here, list_models, resolve, resolve_for
-from configs.packaged import SMOLLM2
 from configs.schema import ClusterConfig
 from protocol.errors import ConfigError
 

