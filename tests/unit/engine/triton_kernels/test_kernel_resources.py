@@ -14,14 +14,15 @@ MOST_SPILLED = 112
 """Bytes a thread: a tile's sums of a part, and of the parts before it, do not quite fit into the registers of an A100."""
 
 
-pytestmark = pytest.mark.slow  # compiling all kernels takes a minute
+# Compiling all kernels takes a minute of a core, and the other tests may leave less than half a core.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 
 
 @pytest.fixture(scope="module")
 def resources() -> dict[tuple[str, int], dict[str, Any]]:
     """Compiled in a process of its own: in this one Triton may interpret."""
     command = [sys.executable, "-m", "benchmarks.kernel_resources", "--print"]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "0"}, capture_output=True, text=True, timeout=170)
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "0"}, capture_output=True, text=True, timeout=480)
     assert done.returncode == 0, done.stderr
     return {(one["kernel"], one["capability"]): one for one in json.loads(done.stdout)}
 
