@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -25,7 +25,7 @@ from cluster.nodes.watch import NodeWatch
 from cluster.open_requests import OpenRequests
 from cluster.ray.actors import NAME_PREFIX, NAMESPACE, find_actor, made_until_it_works, move_stream_keeper
 from cluster.ray.errors import original
-from cluster.ray.front import counts_folder
+from cluster.ray.front import counts_folder, front_of
 from cluster.ray.launcher import RayLauncher
 from cluster.ray.paced.launcher import PacedLauncher
 from cluster.records import pool_records, scaler_records
@@ -36,7 +36,7 @@ from cluster.supervisor import Supervisor
 from configs.models import all_here, resolve_for
 from configs.schema import ClusterConfig
 from protocol.cluster_view import SCALED_BY_HAND, ClusterView, RolloutObservation, RolloutOrder, RouterObservation
-from protocol.errors import ConfigError, InvalidRequestError
+from protocol.errors import ConfigError, InvalidRequestError, TandemError
 from protocol.messages.workers import Duty, Role
 from telemetry.counts_folder import num_places
 from telemetry.logging import setup_logging
@@ -61,7 +61,7 @@ class Controller:
     ) -> None:
         self._launcher = _launcher(config, secret, memory, may_grow=may_grow)
         self._supervisor = Supervisor(config, self._launcher, pool_records())
-        self._open_requests = OpenRequests(lambda: num_places(counts_folder()))
+        self._open_requests = OpenRequests(await _router_count(config, secret))
         self._router_replicas = RouterReplicas()
         goes_on = await self._supervisor.start()
         if goes_on and (routers := self._supervisor.view().routers) is not None:
@@ -71,7 +71,7 @@ class Controller:
         if may_grow:  # a Ray cluster that was joined, whose nodes come and go
             gcs = await asyncio.to_thread(own_gcs)
             longest_s = config.limits.drain_s
-            self._nodes = NodeWatch(gcs.drained_nodes, self._launcher, self._supervisor, longest_s, move_stream_keeper)
+            self._nodes = NodeWatch(gcs.drained_nodes, self._launcher, self._supervisor, longest_s, self._clear)
             self._nodes.start()
         if (changed := self._supervisor.pools.config) is not config:
             await self._expect_changed(changed)
@@ -204,6 +204,14 @@ class Controller:
         """Note how many requests still run at a router."""
         self._open_requests.note(router_id, count)
 
+    def _clear(self, nodes: Collection[str]) -> None:
+        """Move what else keeps these nodes, on which no worker is, from ending. Blocks for calls to Ray."""
+        move_stream_keeper(nodes)
+        if nodes and self._supervisor.pools.config.http.router_resources:
+            from cluster.ray.keepers.entries import leave_entries
+
+            leave_entries(nodes)
+
     async def close(self) -> None:
         """End all workers. The caller then kills the actor."""
         if self._nodes is not None:
@@ -246,6 +254,23 @@ def _memory_by_files(config: ClusterConfig) -> Mapping[Role, WorkerMemory]:
     if not all_here(config):
         raise ConfigError("the model is not on this machine", param="model")
     return role_memory(config, resolve_for(config).facts)
+
+
+async def _router_count(config: ClusterConfig, secret: bytes) -> Callable[[], Awaitable[int]]:
+    """Who tells how many routers there are. Where they may be on any node, the head is told of its entry, as others are."""
+    if not config.http.router_resources:
+        return _num_here
+    from cluster.ray.keepers.entries import AllEntries, prepare_node
+
+    try:
+        await prepare_node(config, front_of(secret))
+    except TandemError as error:
+        log.warning("the head's entry is not as it should be: %s", error.message)
+    return AllEntries().num_routers
+
+
+async def _num_here() -> int:
+    return num_places(counts_folder())
 
 
 def _launcher(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 RETIRE_ANSWER_S = 10.0
 """Seconds beyond its deadline that the controller has to tell how many requests still run."""
@@ -16,7 +16,7 @@ _LOOK_S = 0.1
 class OpenRequests:
     """The latest that each router has told."""
 
-    def __init__(self, num_routers: Callable[[], int]) -> None:
+    def __init__(self, num_routers: Callable[[], Awaitable[int]]) -> None:
         """`num_routers` returns how many routers there are at the moment."""
         self._num_routers = num_routers
         self._told: dict[str, tuple[float, int]] = {}
@@ -32,8 +32,8 @@ class OpenRequests:
         """Wait until every router has told that none runs, or for `deadline_s` seconds. Return how many run."""
         deadline = time.monotonic() + deadline_s
         while time.monotonic() < deadline:
-            fresh = self._fresh()
-            if len(fresh) >= self._num_routers() and not sum(fresh):
+            number, fresh = await self._num_routers(), self._fresh()
+            if len(fresh) >= number and not sum(fresh):
                 return 0
             await asyncio.sleep(_LOOK_S)  # also for routers that tell nothing any more, of which no event comes
         return sum(self._fresh())

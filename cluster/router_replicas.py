@@ -22,6 +22,7 @@ from typing import Any
 import ray
 
 from configs.schema import LimitsConfig
+from protocol.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -102,6 +103,20 @@ def application_is_gone(known_id: str | None) -> bool:
         return True
     details = ray.get(controller.get_serve_instance_details.remote(), timeout=_ANSWER_S)
     return APPLICATION not in details["applications"]
+
+
+def check_entries_everywhere() -> None:
+    """Raise ConfigError unless Serve brings an entry to every node with a router. Whoever starts Serve first has the say.
+
+    Blocks for calls to Ray, and raises RayError if they fail.
+    """
+    controller = _serve_controller()
+    details = {} if controller is None else ray.get(controller.get_serve_instance_details.remote(), timeout=_ANSWER_S)
+    if details.get("proxy_location") != "EveryNode":
+        problem = (
+            "entries on several nodes need a Serve with `proxy_location: EveryNode`, and the one that runs here has another"
+        )
+        raise ConfigError(problem, param="http.router_resources")
 
 
 def _serve_controller() -> Any | None:

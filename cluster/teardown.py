@@ -20,6 +20,7 @@ from cluster.controller import CONTROLLER, find_controller
 from cluster.open_requests import RETIRE_ANSWER_S
 from cluster.ray.actors import NAMESPACE, named_groups, own_names
 from cluster.ray.front import HEAD_RESOURCES, at_head, withdraw
+from cluster.ray.keepers.entries import withdraw_entries
 from cluster.records import delete_records
 from cluster.router_replicas import APPLICATION, remove_application
 from kv_transfer.tiers.occupied import remove_left_in_time
@@ -81,8 +82,9 @@ def _is_another(controller: Any | None, own: Any | None) -> bool:
 def sweep(keep: str | None = None) -> bool:
     """Kill actors, but the one called `keep`, and remove placement groups, that carry Tandem's name.
 
-    Return False if there were none.
+    What entries have on their nodes goes first. Return False if there were no such actors and groups.
     """
+    withdraw_entries()
     actors = [name for name in own_names() if name != keep]
     actors.sort(key=lambda name: name != CONTROLLER)  # first, for it would replace its workers
     for name in actors:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ipaddress
 
+WILDCARDS = ("0.0.0.0", "::")
+"""Hosts that stand for all addresses of a machine: of IPv4, and of both kinds."""
+
 
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches `host`, an address or `localhost`. False for other names, which are not looked up."""

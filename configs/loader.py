@@ -16,9 +16,9 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from configs.addresses import is_loopback
 from configs.autoscale import GPU_SLACK, RoleName, Sizes
 from configs.facts import ModelFacts
+from configs.http_rules import http_problems
 from configs.model_files.kv_window import AT_ONCE, WHOLE, KvWindow
 from configs.model_files.rope import stretching
 from configs.paced.profile import DEFAULT_PROFILE, default_sizes, load_paced_profile
@@ -359,24 +359,10 @@ def _usage(config: ClusterConfig) -> list[tuple[str, str]]:
 
 def _contradictions(config: ClusterConfig) -> list[tuple[str, str]]:
     """Values that are right one by one and impossible together, as (key, sentence)."""
-    found = _too_small(config, WHOLE, 1)
-    http = config.http
-    if http.keys_file is not None and http.allow_anonymous:
-        found.append(("http.allow_anonymous", "true makes no sense beside http.keys_file: one or the other"))
-    if http.keys_file is None and not http.allow_anonymous and not is_loopback(http.host):
-        problem = f"others reach {http.host}: name http.keys_file (see `tandem keys`), or set http.allow_anonymous to true"
-        found.append(("http.host", problem))
-    if (http.ssl_certfile is None) != (http.ssl_keyfile is None):
-        missing = "http.ssl_certfile" if http.ssl_certfile is None else "http.ssl_keyfile"
-        found.append((missing, "certificate and private key go together: name both"))
-    if http.redis_url is not None and http.keys_file is None:
-        found.append(("http.redis_url", "it keeps the rates of API keys: name http.keys_file too"))
-    if http.max_router_replicas is not None and http.max_router_replicas < http.router_replicas:
-        problem = f"{http.max_router_replicas} is less than http.router_replicas ({http.router_replicas})"
-        found.append(("http.max_router_replicas", problem))
-    if http.max_body_bytes_in_flight < http.max_body_bytes:
-        problem = f"{http.max_body_bytes_in_flight} is less than one body, http.max_body_bytes ({http.max_body_bytes})"
-        found.append(("http.max_body_bytes_in_flight", problem))
+    found = _too_small(config, WHOLE, 1) + http_problems(config.http)
+    if config.encrypt_kv and config.http.router_resources:
+        problem = "with encrypt_kv all routers are on the head node: Ray sends records of resumable streams as they are"
+        found.append(("http.router_resources", problem))
     if config.disaggregation == "never" and config.prefill.workers:
         found.append(("prefill.workers", f"{config.prefill.workers} would have nothing to do with disaggregation: never"))
     if config.disaggregation != "never" and not config.has_workers("prefill"):

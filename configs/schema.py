@@ -68,6 +68,11 @@ class HttpConfig(_Section):
     """Number of routers, until `scale` says otherwise."""
     max_router_replicas: RouterCount | None = None
     """Most routers, of which Ray Serve then runs as many as the open requests need, but never less than `router_replicas`."""
+    router_resources: dict[str, Annotated[float, Field(gt=0)]] = {}
+    """What Ray sets aside for each router, such as {tandem_entry: 1}: nodes that have it get routers, and an entry at `port`.
+
+    Without it, all routers and the one entry are on the head node.
+    """
     stream_interval: Annotated[int, Field(ge=1, le=1024)] = 1
     """Tokens of one event of a stream, after the first ones. More of them cost routers and clients less."""
     max_body_bytes: Positive = 4 * 1024 * 1024

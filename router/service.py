@@ -45,6 +45,7 @@ from router.text.threads import TextThreads
 from router.text.tokenizer import Tokenizer
 from telemetry.cluster_metrics import ClusterSample, WorkerSample
 from telemetry.counts_folder import CountsFolder
+from telemetry.elsewhere import NOWHERE, Elsewhere, ElsewhereSource
 from telemetry.metrics import Metrics
 from telemetry.spans import SpanExport
 
@@ -61,8 +62,11 @@ class Router:
         secret: bytes,
         controller: ControllerClient,
         counts: CountsFolder | None = None,
+        elsewhere: ElsewhereSource | None = None,
     ) -> None:
-        """`counts` is where all routers count. None means that this one counts for itself."""
+        """`counts` is where all routers of the node count. None means that this one counts for itself. `elsewhere` asks other
+        nodes, if there may be routers.
+        """
         self.config = config
         self.facts = model.facts
         self.max_model_len = served_context(config, model.facts)
@@ -72,6 +76,7 @@ class Router:
         """The orders that operators give the controller."""
         self.metrics = Metrics(model.facts.name, self._cluster_sample, counts)
         self._counts = counts
+        self._elsewhere = elsewhere
         caches = None
         if config.routing == "cache":
             caches = Caches(on_news=self.metrics.cache_news, on_age=self.metrics.cache_index_age.set)
@@ -171,18 +176,23 @@ class Router:
         """Return why no new request should come here, or None if it should."""
         return ready_problem(self._roster, self.config)
 
-    def status(self) -> dict[str, Any]:
+    async def elsewhere(self) -> Elsewhere:
+        """Return what is known of the routers of other nodes."""
+        return NOWHERE if self._elsewhere is None else await self._elsewhere.look()
+
+    def status(self, elsewhere: Elsewhere = NOWHERE) -> dict[str, Any]:
         """Return what `/admin/status` shows: a row for each worker, how many there should be of each role and of routers, and
-        why.
+        why. `elsewhere` tells of the routers of other nodes.
         """
         view, roster = self._roster.view, self._roster
+        num_here = 1 if self._counts is None else self._counts.num_ready()
         rows = [(info, roster.find(info), roster.problem(info)) for info in view.workers]
         return {
             "workers": [worker_status(info, link, problem, self.config.block_size) for info, link, problem in rows],
             "wanted": {role.value: number for role, number in view.wanted.items()},
             "autoscaler": None if view.autoscaler is None else autoscaler_status(view.autoscaler),
             "rollout": None if view.rollout is None else rollout_status(view.rollout),
-            "routers": {"wanted": view.routers, "ready": 1 if self._counts is None else self._counts.num_ready()},
+            "routers": {"wanted": view.routers, "ready": num_here + elsewhere.num_ready},
         }
 
     async def audit(self) -> dict[str, Any]:

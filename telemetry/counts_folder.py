@@ -36,27 +36,12 @@ _TRIES, _AGAIN_S = 3, 0.01
 """A reader holds the lock of a free place for some microseconds, which must not make a second place of it."""
 
 
-class CountsFolder(Collector):
-    """A folder of counts in which this process has a place, for the rest of its life. There can be one in a process."""
+class CountsReader(Collector):
+    """A folder of counts, for who only reads it."""
 
     def __init__(self, folder: Path) -> None:
-        """Take a place. From now on, all of prometheus_client's metrics of this process are counted in its files.
-
-        Raises OSError if the folder can't be used.
-        """
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        """The folder has to be there when it is read."""
         self._folder = folder
-        self.place, self._lock = _taken_place(folder)
-        mark_process_dead(self.place, str(folder))
-        _make_room(folder, self.place)
-        os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
-        # As uWSGI's users are told to do it (prometheus_client's documentation, multiprocess mode).
-        values.ValueClass = values.MultiProcessValue(lambda: self.place)
-        self._files = MultiProcessCollector(None, str(folder))
-
-    def note_ready(self) -> None:
-        """Note that the router at this place serves from now on."""
-        os.write(self._lock, _READY)
 
     def num_ready(self) -> int:
         """Number of routers that have a place here and serve."""
@@ -64,25 +49,44 @@ class CountsFolder(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """What all routers have counted that ever had a place here, and the gauges of those that have one now."""
-        self._forget_gauges_of_ended()
-        yield from self._files.collect()
+        for path in self._folder.glob(_LOCKS):
+            if (lock := _locked(path)) is not None:
+                mark_process_dead(path.stem, str(self._folder))
+                os.close(lock)
+        yield from MultiProcessCollector(None, str(self._folder)).collect()
+
+
+class CountsFolder(CountsReader):
+    """A folder of counts in which this process has a place, for the rest of its life. There can be one in a process."""
+
+    def __init__(self, folder: Path, node: str = "") -> None:
+        """Take a place. From now on, all of prometheus_client's metrics of this process are counted in its files.
+
+        `node` is part of the places' names, where routers of several nodes count. Raises OSError if the folder can't be used.
+        """
+        super().__init__(folder)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.place, self._lock = _taken_place(folder, f"router-{node}-" if node else "router-")
+        mark_process_dead(self.place, str(folder))
+        _make_room(folder, self.place)
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)
+        # As uWSGI's users are told to do it (prometheus_client's documentation, multiprocess mode).
+        values.ValueClass = values.MultiProcessValue(lambda: self.place)
+
+    def note_ready(self) -> None:
+        """Note that the router at this place serves from now on."""
+        os.write(self._lock, _READY)
 
     def values_of(self, family: Counter, label: str) -> set[str]:
         """The values of a label that this place has counted under in a family."""
         (described,) = family.describe()
         return {
             sample.labels[label]
-            for found in self._files.collect()
+            for found in self.collect()
             if found.name == described.name
             for sample in found.samples
             if sample.labels["router"] == self.place
         }
-
-    def _forget_gauges_of_ended(self) -> None:
-        for path in self._folder.glob(_LOCKS):
-            if path.stem != self.place and (lock := _locked(path)) is not None:
-                mark_process_dead(path.stem, str(self._folder))
-                os.close(lock)
 
 
 def num_places(folder: Path) -> int:
@@ -114,11 +118,11 @@ def _taken(folder: Path) -> list[Path]:
     return found
 
 
-def _taken_place(folder: Path) -> tuple[str, int]:
+def _taken_place(folder: Path, prefix: str) -> tuple[str, int]:
     """The name of the lowest free place, and the descriptor that holds its lock."""
     number = 0
     while True:
-        path = folder / f"router-{number}.lock"
+        path = folder / f"{prefix}{number}.lock"
         for attempt in range(_TRIES):
             if (lock := _locked(path)) is not None:
                 os.ftruncate(lock, 0)

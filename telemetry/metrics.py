@@ -8,6 +8,7 @@ routers in one process don't share counts. What concerns workers is in `telemetr
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.registry import Collector
@@ -15,6 +16,7 @@ from prometheus_client.registry import Collector
 from telemetry.api_keys import ApiKeyFile
 from telemetry.cluster_metrics import ClusterCollector, ClusterSample, ClusterSource
 from telemetry.counts_folder import CountsFolder
+from telemetry.elsewhere import NOWHERE, Elsewhere, Merged
 
 # vLLM's buckets (vllm/v1/metrics/loggers.py), in seconds.
 _TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
@@ -175,12 +177,12 @@ class Metrics:
         """What is known of the cluster now, for `render`. To be called in the router's loop."""
         return self._cluster()
 
-    def render(self, cluster: ClusterSample) -> bytes:
+    def render(self, cluster: ClusterSample, elsewhere: Elsewhere = NOWHERE) -> bytes:
         """All metrics in Prometheus' text format. It reads files of all routers, and is to be called in a thread."""
+        collectors = (ClusterCollector(self._model_name, cluster), self._counts, *self._others)
+        families = chain.from_iterable(collector.collect() for collector in collectors)
         read = CollectorRegistry()
-        read.register(ClusterCollector(self._model_name, cluster))
-        for collector in (self._counts, *self._others):
-            read.register(collector)
+        read.register(Merged([*families, *elsewhere.families]))
         return generate_latest(read)
 
     def _counter(self, name: str, text: str) -> Counter:

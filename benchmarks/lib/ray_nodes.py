@@ -14,6 +14,7 @@ import json
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -30,10 +31,16 @@ from cluster.ray.session import local_environment
 ADMIN_KEY = "sesame"
 REDIS = shutil.which("redis-server")
 HTTP_PORT = 8000
+WORKERS = {"tandem_prefill": 1, "tandem_decode": 1, "tandem_worker": 2}
+"""Resources of a node for two workers."""
+ENTRY = {"tandem_entry": 1}
+"""Resources of a node for a router; the head has them, too."""
 _GCS_PORT, _REDIS_PORT = 6379, 6380
 _FIRST_NODE = 10
 _START_S = 120.0
 _READY_S = 240.0
+_END_S = 90.0
+_SERVE_LOG = "serve.log"
 _LOOK_S = 0.2
 _OBJECT_STORE_BYTES = 128 * 1024 * 1024
 
@@ -49,6 +56,7 @@ class RayNodes:
         self._log = log
         self._environment = environment
         self._num_heads = 0
+        self._serving: subprocess.Popen[bytes] | None = None
         self.url = f"http://{HEAD}:{HTTP_PORT}"
         self.head: Machine | None = None
         self.nodes: dict[int, Machine] = {}
@@ -57,8 +65,8 @@ class RayNodes:
         """Make the machine of the head node, and start Ray on it. It goes on with what Redis has of a former one."""
         self._num_heads += 1
         self.head = Machine(f"head{self._num_heads}", HEAD)
-        flags = ("--head", f"--port={_GCS_PORT}", "--include-dashboard=false", "--num-cpus=1")
-        self._start_ray(self.head, flags)
+        flags = ["--head", f"--port={_GCS_PORT}", "--include-dashboard=false", "--num-cpus=1"]
+        self._start_ray(self.head, [*flags, f"--resources={json.dumps(ENTRY)}"])
 
     def lose_head(self) -> None:
         """Kill everything on the head node, and take its machine away."""
@@ -66,16 +74,15 @@ class RayNodes:
         self.head.close()
         self.head = None
 
-    def start_node(self, number: int) -> None:
-        """Start Ray on a machine with room for two workers, and make the machine if it is not there.
+    def start_node(self, number: int, resources: Mapping[str, float] = WORKERS) -> None:
+        """Start Ray on a machine with these resources, and make the machine if it is not there. The default holds two workers.
 
         Workers that may change their role ask for the resource `tandem_worker`. Others ask for that of their role, which each
         machine has once.
         """
         if number not in self.nodes:
             self.nodes[number] = Machine(f"node{number}", f"{NETWORK}.{_FIRST_NODE + number}")
-        resources = json.dumps({"tandem_prefill": 1, "tandem_decode": 1, "tandem_worker": 2})
-        flags = (f"--address={HEAD}:{_GCS_PORT}", f"--resources={resources}", "--num-cpus=1")
+        flags = (f"--address={HEAD}:{_GCS_PORT}", f"--resources={json.dumps(resources)}", "--num-cpus=1")
         self._start_ray(self.nodes[number], flags)
 
     def serve(self, config: Path) -> None:
@@ -84,9 +91,9 @@ class RayNodes:
         tandem = str(Path(sys.executable).with_name("tandem"))
         command = [tandem, "serve", "--address", f"{HEAD}:{_GCS_PORT}", "--config", str(config), "--allow-anonymous"]
         command += ["--host", "0.0.0.0", "--port", str(HTTP_PORT)]
-        said = self._folder / "serve.log"
+        said = self._folder / _SERVE_LOG
         with said.open("wb") as output:
-            process = subprocess.Popen(
+            self._serving = process = subprocess.Popen(
                 self.head.inside(command),
                 env={**self._environment_on(self.head), "TANDEM_ADMIN_KEY": ADMIN_KEY},
                 cwd=self._folder,
@@ -99,6 +106,34 @@ class RayNodes:
             if process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"tandem serve is not ready:\n{said.read_text()}")
             time.sleep(_LOOK_S)
+
+    def leave(self, number: int, deadline_s: int) -> subprocess.CompletedProcess[str]:
+        """Run `tandem leave` on a node, to its end."""
+        machine = self.nodes[number]
+        command = [str(Path(sys.executable).with_name("tandem")), "leave", machine.address, "--deadline", str(deadline_s)]
+        return subprocess.run(
+            machine.inside([*command, "--address", f"{HEAD}:{_GCS_PORT}"]),
+            env=self._environment_on(machine),
+            cwd=self._folder,
+            capture_output=True,
+            text=True,
+            timeout=deadline_s + _START_S,
+            check=False,
+        )
+
+    def end_serve(self) -> int:
+        """End `tandem serve` as Ctrl-C does, and return its exit code."""
+        assert self._serving is not None, "serve comes first"
+        self._serving.send_signal(signal.SIGINT)
+        return self._serving.wait(_END_S)
+
+    def num_files(self, name: str) -> int:
+        """Return how many files of this name all machines have."""
+        return sum(1 for _ in self._folder.rglob(name))
+
+    def said(self) -> str:
+        """Return what `tandem serve` has said."""
+        return (self._folder / _SERVE_LOG).read_text()
 
     def close(self) -> None:
         """End all machines."""
@@ -133,9 +168,11 @@ class RayNodes:
 
 
 @contextmanager
-def ray_nodes(num_nodes: int, config: str, environment: Mapping[str, str] | None = None) -> Iterator[RayNodes]:
+def ray_nodes(
+    num_nodes: int, config: str, environment: Mapping[str, str] | None = None, num_entries: int = 0
+) -> Iterator[RayNodes]:
     """Run a cluster with this configuration (YAML) on a head and so many nodes; yields when it is ready. `environment` is what
-    its processes have besides.
+    its processes have besides. Further nodes, with the next numbers, have room for a router each.
 
     Needs a network of this process's own, and Redis. If something fails, the end of the logs is printed.
     """
@@ -158,6 +195,8 @@ def ray_nodes(num_nodes: int, config: str, environment: Mapping[str, str] | None
                 nodes.start_head()
                 for number in range(1, num_nodes + 1):
                     nodes.start_node(number)
+                for number in range(num_nodes + 1, num_nodes + num_entries + 1):
+                    nodes.start_node(number, ENTRY)
                 nodes.serve(folder / "cluster.yaml")
                 yield nodes
             except BaseException:

@@ -38,8 +38,8 @@ def profile(
     Workers read the result when they start, and so does `tandem plan`. It takes some seconds, in which nothing else should
     compute.
     """
+    from cluster.checks import check_model
     from cluster.commands.lib.profile_tables import print_profile
-    from cluster.launch import check_model
     from cluster.measured import known_profiles, measured_profiles
     from cluster.paced import machine_profile, save_profile
     from configs.loader import load_config

@@ -16,11 +16,13 @@ from typing import Any
 
 from cluster.ray.actors import PROCESS_PREFIX
 from cluster.ray.session import check_reachable
+from cluster.router_replicas import APPLICATION, DEPLOYMENT
 from protocol.errors import ConfigError, InvalidRequestError, UnavailableError, first_line
 
 _ANSWER_S = 5.0
 _SHORTEST_ID = 6
-_WORKER = re.compile(rf"{PROCESS_PREFIX}(worker-\d+|host-\w+)")
+_PROCESS = re.compile(rf"{PROCESS_PREFIX}(worker-\d+|host-\w+)|SERVE_REPLICA::{APPLICATION}#{DEPLOYMENT}#(\w+)")
+"""Names of the actors that a node has to be free of; of Serve's replicas, `ReplicaID.to_full_id_str`."""
 
 
 @dataclass(frozen=True)
@@ -104,15 +106,15 @@ class Gcs:
         if not accepted:
             raise UnavailableError(f"Ray does not drain the node: {problem}")
 
-    def workers_on(self, node_id: str) -> list[str]:
-        """Return the ids of the workers with processes on this node; of paced workers, the names of their processes."""
+    def present_on(self, node_id: str) -> list[str]:
+        """Return the ids of the workers with processes on this node, and of routers; of paced workers, of their processes."""
         from ray.core.generated.gcs_pb2 import ActorTableData  # type: ignore[attr-defined]
 
         with _answering():
             actors = asyncio.run(self._actors())
         here = [actor for actor in actors if actor.state != ActorTableData.DEAD and actor.address.node_id.hex() == node_id]
-        found = (_WORKER.match(actor.name) for actor in here)
-        return sorted({match.group(1) for match in found if match is not None})
+        found = [match for actor in here if (match := _PROCESS.match(actor.name)) is not None]
+        return sorted({match[1] or f"router {match[2]}" for match in found})
 
     async def _actors(self) -> list[Any]:
         return list((await self._client.async_get_all_actor_info(timeout=_ANSWER_S)).values())

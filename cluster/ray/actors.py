@@ -73,6 +73,11 @@ def worker_node() -> str | None:
     return min((node["NodeID"] for node in _staying_nodes() if HEAD_RESOURCE not in node["Resources"]), default=None)
 
 
+def is_head(node_id: str) -> bool:
+    """Return whether this is the head node. Blocks for a call to Ray."""
+    return any(node["NodeID"] == node_id and HEAD_RESOURCE in node["Resources"] for node in ray.nodes())
+
+
 def _staying_nodes() -> list[dict[str, Any]]:
     leaving = ray._private.state.state.get_draining_nodes()
     return [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in leaving]

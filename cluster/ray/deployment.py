@@ -19,8 +19,8 @@ from typing import Any
 
 import ray
 
+from cluster.checks import check_autoscale, check_keys, check_model, check_telemetry
 from cluster.controller import find_controller
-from cluster.launch import check_autoscale, check_keys, check_model, check_telemetry
 from cluster.memory import role_memory
 from cluster.ray.actors import NAME_PREFIX, made_until_it_works, start_keeper
 from cluster.ray.front import HEAD_RESOURCES, check_listener

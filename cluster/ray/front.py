@@ -4,7 +4,8 @@ where the routers behind it count.
     prepare ──► settings beside HAProxy's configuration ──► tandem-haproxy reads them at each start of HAProxy (haproxy_guard)
     check_listener ──► the sockets that are really open      Serve may have been started earlier, by others, for more than us
 
-Both concern the head node, where the entry is: `at_head` runs them there.
+Both concern the head node, where the entry is: `at_head` runs them there. Where other nodes have entries, too,
+`cluster.ray.keepers.entries` does it on each of them.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from cluster.ray.certificate import CertificateError, CertificateFiles, write_pair
 from cluster.ray.haproxy_guard import FrontSettings, certificate_path, settings_path
 from cluster.ray.private_folder import close_folder
+from configs.addresses import WILDCARDS
 from configs.schema import ClusterConfig, HttpConfig
 from protocol.errors import ConfigError
 
@@ -38,14 +41,30 @@ _RETRY_S = 0.1
 _LISTENING = "0A"
 """The state of a listening socket in /proc/net/tcp."""
 _EARLIER = "Serve runs on this Ray cluster already, and listens where whoever started it wanted (`serve shutdown` ends it)"
-_WILDCARDS = ("0.0.0.0", "::")
 LOOPBACK = "127.0.0.1"
 """Where routers listen behind a HAProxy, which is on their node."""
 
 
-def front_token(secret: bytes) -> str:
-    """Return what HAProxy proves itself with to the routers of the cluster with this secret."""
-    return hmac.new(secret, b"tandem front", hashlib.sha256).hexdigest()
+@dataclass(frozen=True)
+class Front:
+    """The HAProxies before the routers of a cluster, one on each node that has an entry."""
+
+    token: str
+    """What they prove themselves with to the routers."""
+    base: str
+    """Where Serve writes their configurations, but for the node's id: the same everywhere, for Serve takes what the environment
+    of its controller says along to all nodes.
+    """
+
+
+def front_of(secret: bytes) -> Front | None:
+    """Return the front of the cluster with this secret, or None where Serve works with its own proxy.
+
+    Called on the head node, where Serve's controller is: the environment of that node's processes tells.
+    """
+    if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") != "1":
+        return None
+    return Front(hmac.new(secret, b"tandem front", hashlib.sha256).hexdigest(), _base())
 
 
 def certificate_files(http: HttpConfig) -> CertificateFiles | None:
@@ -79,61 +98,69 @@ def at_head(head_resources: dict[str, float], function: Callable[..., _T], *args
     return answer
 
 
-def has_front() -> bool:
-    """Return whether Serve works with HAProxy on this node."""
-    return os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1"
-
-
 def counts_folder() -> Path:
     """Return where the routers of this node count, for as long as the cluster is there."""
-    return _configuration().parent / "counts"
+    return _configuration(_base()).parent / "counts"
 
 
-def prepare(config: ClusterConfig, token: str) -> None:
+def prepare(config: ClusterConfig, front: Front | None) -> None:
     """Leave the settings for the HAProxy of this node, if there is one, where it finds them, before Serve starts or reloads it.
 
     Raises ConfigError for a HAProxy that would not read the settings, for a certificate that can't be used, and for TLS without
     HAProxy.
     """
-    withdraw()  # whatever a cluster that was killed has left
-    files = certificate_files(config.http)
-    if not has_front():
-        if files is not None:
-            raise ConfigError("TLS needs HAProxy, which Ray Serve uses on Linux only", param="http.ssl_certfile")
-        return
+    withdraw(front)  # whatever a cluster that was killed has left
+    if front is not None:
+        _write(config, front)
+    elif certificate_files(config.http) is not None:
+        raise ConfigError("TLS needs HAProxy, which Ray Serve uses on Linux only", param="http.ssl_certfile")
+
+
+def _write(config: ClusterConfig, front: Front) -> None:
     if Path(os.environ.get("RAY_SERVE_HAPROXY_BINARY_PATH", "")).name != "tandem-haproxy":
         raise ConfigError(
             "RAY_SERVE_HAPROXY_BINARY_PATH must lead to tandem-haproxy wherever `ray start` runs; see docs/handbook/install.md"
         )
-    _write(config, _configuration(), token)
-
-
-def _write(config: ClusterConfig, configuration: Path, token: str) -> None:
-    files = certificate_files(config.http)
-    configuration.parent.mkdir(parents=True, exist_ok=True)
+    files, configuration = certificate_files(config.http), _configuration(front.base)
+    try:
+        configuration.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"RAY_SERVE_HAPROXY_CONFIG_FILE_LOC: {configuration.parent} can't be made: {error.strerror}"
+        ) from None
     if (reason := close_folder(configuration.parent)) is not None:
         raise ConfigError(f"{reason}; name another folder for HAProxy with RAY_SERVE_HAPROXY_CONFIG_FILE_LOC")
     if files is not None:
         _write_pair(files, certificate_path(configuration))
     limits = config.limits
-    settings = FrontSettings(token, limits.header_s, limits.client_s, files, config.http.host)
+    settings = FrontSettings(front.token, limits.header_s, limits.client_s, files, config.http.host)
     settings.save(settings_path(configuration))
 
 
-def restore(config: ClusterConfig, token: str) -> None:
+def restore(config: ClusterConfig, front: Front) -> None:
     """Prepare the HAProxy of this node as `prepare` did where the cluster began, unless that was here.
 
-    A head node that takes over for one that was lost has been told nothing. Raises ConfigError as `prepare`. HAProxy heeds it
-    from its next reload on: when a router is there.
+    A head node that takes over for one that was lost has been told nothing, nor has another node to which a router comes. What
+    a cluster that was killed has left is removed. Raises ConfigError as `prepare`. HAProxy heeds it from its next reload on:
+    when a router is there.
     """
-    configuration = _configuration()
-    if not settings_path(configuration).exists():
-        _write(config, configuration, token)
+    path = settings_path(_configuration(front.base))
+    try:
+        settings = FrontSettings.load(path)
+    except (TypeError, ValueError, KeyError):  # of another version
+        settings = None
+    if settings is None or not hmac.compare_digest(settings.token, front.token):
+        if path.exists():
+            withdraw(front)
+        _write(config, front)
 
 
-def withdraw() -> None:
-    """Remove what `prepare` and the routers have left on this node. HAProxy is without it from its next start or reload on."""
-    configuration = _configuration()
+def withdraw(front: Front | None = None) -> None:
+    """Remove what `prepare` and the routers have left on this node. HAProxy is without it from its next start or reload on.
+
+    `front` tells where that is. None: where the environment of this node's processes says.
+    """
+    configuration = _configuration(_base() if front is None else front.base)
     for path in (settings_path(configuration), certificate_path(configuration)):
         path.unlink(missing_ok=True)
     shutil.rmtree(counts_folder(), ignore_errors=True)
@@ -145,7 +172,7 @@ def check_listener(host: str, port: int) -> None:
 
     Waits a while for it to listen. Linux only: sockets are read from /proc.
     """
-    if sys.platform != "linux" or host in _WILDCARDS:
+    if sys.platform != "linux" or host in WILDCARDS:
         return
     deadline = time.monotonic() + _LISTEN_S
     while not (found := set(_serve_listens(port))):
@@ -166,12 +193,16 @@ def _write_pair(files: CertificateFiles, target: Path) -> None:
         raise ConfigError(f"http.ssl_certfile: {error}", param="http.ssl_certfile") from None
 
 
-def _configuration() -> Path:
+def _base() -> str:
+    return os.environ.get("RAY_SERVE_HAPROXY_CONFIG_FILE_LOC", "/tmp/haproxy-serve/haproxy.cfg")
+
+
+def _configuration(base: str) -> Path:
     """Where Serve writes the configuration of this node's HAProxy (ray/serve/_private/haproxy.py, HAProxyManager)."""
     import ray
 
-    base = Path(os.environ.get("RAY_SERVE_HAPROXY_CONFIG_FILE_LOC", "/tmp/haproxy-serve/haproxy.cfg"))
-    return base.parent / ray.get_runtime_context().get_node_id() / base.name
+    path = Path(base)
+    return path.parent / ray.get_runtime_context().get_node_id() / path.name
 
 
 def _serve_listens(port: int) -> Iterator[str]:

@@ -8,12 +8,13 @@ is a child of a Ray actor that does not take it along when it is killed. So this
 
 1. closes the folder of the configuration to other users, and refuses one that they could replace;
 2. removes those two sections from the configuration that Serve just wrote, and closes the admin socket to other users;
-3. adds what `cluster.ray.front` has left beside it for this start of Tandem, if anything: headers, deadlines, TLS;
+3. adds what `cluster.ray.front` has left beside it for this start of Tandem, if anything: headers, deadlines, TLS. Then it also
+   leaves the routers of other nodes to the HAProxies there, for they listen on the loopback of their nodes;
 4. asks the kernel to kill it when its parent dies;
 5. becomes HAProxy (exec: same process id, same arguments), so that Serve supervises it as usual. With TLS, a child stays behind
    that watches the certificate's files (cluster.ray.certificate) and ends with HAProxy.
 
-Imports the standard library only: it runs at every HAProxy reload. Source of the configuration's shape:
+Imports little besides the standard library: it runs at every HAProxy reload. Source of the configuration's shape:
 ray/serve/_private/haproxy_templates.py (Ray 2.60).
 """
 
@@ -30,10 +31,13 @@ from pathlib import Path
 
 from cluster.ray.certificate import CertificateFiles, watch_certificate
 from cluster.ray.private_folder import close_folder
+from configs.addresses import is_loopback
 
 _PR_SET_PDEATHSIG = 1
 _SECTIONS = ("global", "defaults", "frontend", "backend", "listen")
 _CLOSED_SECTIONS = frozenset({"frontend prometheus", "listen stats"})
+ROUTERS_BACKEND = "backend http-tandem"
+"""The section that lists the routers: the replicas of the application `cluster.router_replicas.APPLICATION`."""
 _OURS = "# by tandem-haproxy"
 """The end of each line that this program has added."""
 _PROXY_HEADERS = ("x-forwarded-for", "forwarded", "via", "x-real-ip", "x-forwarded-host", "x-forwarded-proto")
@@ -124,6 +128,8 @@ def guarded(configuration: str, settings: FrontSettings | None, certificate: Pat
             continue
         elif section == "frontend http_frontend" and words[:1] == ["bind"]:
             kept += _frontend(words[1], settings, certificate)
+        elif section == ROUTERS_BACKEND and words[:1] == ["server"] and not is_loopback(_host(words[2])):
+            continue
         else:
             kept.append(line)
     return "".join(kept)
@@ -146,6 +152,11 @@ def _frontend(address: str, settings: FrontSettings, certificate: Path) -> list[
         *_ours(f"http-request set-header x-forwarded-proto {'https' if tls else 'http'}"),
         *_ours(f"http-request set-header x-tandem-front {settings.token}"),
     ]
+
+
+def _host(address: str) -> str:
+    """The host of an address with a port."""
+    return address.rpartition(":")[0].strip("[]")
 
 
 def _ours(*lines: str) -> list[str]:

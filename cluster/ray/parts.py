@@ -19,12 +19,13 @@ from cluster.controller import start_controller
 from cluster.memory import WorkerMemory, most_routers
 from cluster.ray.actors import node_resources
 from cluster.ray.errors import wait_for
-from cluster.ray.front import at_head, check_listener, front_token, has_front, prepare
+from cluster.ray.front import Front, at_head, check_listener, front_of, prepare
 from cluster.ray.keepers.audit import start_audit_keeper
 from cluster.ray.keepers.rates import start_rate_keeper
 from cluster.ray.keepers.streams import start_stream_keeper
-from cluster.ray.placement import Room, pool_of
+from cluster.ray.placement import Room, check_entries, pool_of
 from cluster.ray.serve_app import RouterArguments
+from cluster.router_replicas import check_entries_everywhere
 from configs.schema import ClusterConfig
 from protocol.errors import ConfigError, InvalidRequestError
 from protocol.messages.workers import Role
@@ -53,10 +54,12 @@ class Parts:
     ) -> Parts:
         """Start the controller, whose workers begin. `memory` is what a worker of each role takes.
 
-        With `may_grow`, nodes may be added to the Ray cluster. Raises ConfigError if the Ray cluster has a controller, or if
-        the workers do not fit into memory.
+        With `may_grow`, nodes may be added to the Ray cluster. Raises ConfigError if the Ray cluster has a controller, if the
+        workers do not fit into memory, or if too few nodes take routers.
         """
-        _check_room(config, Room(config, memory, node_resources(), may_grow=may_grow, routers=most_routers(config)))
+        nodes = node_resources()
+        check_entries(config.http, nodes)
+        _check_room(config, Room(config, memory, nodes, may_grow=may_grow, routers=most_routers(config)))
         return cls(config, secret, start_controller(config, secret, memory, head_resources, may_grow=may_grow), head_resources)
 
     def prepare_front(self) -> None:
@@ -64,17 +67,22 @@ class Parts:
 
         No sooner than the controller is there: where another cluster runs already, its HAProxy must keep its settings.
         """
-        at_head(self.head_resources, prepare, self.config, front_token(self.secret))
+        at_head(self.head_resources, prepare, self.config, self.front)
 
     @cached_property
-    def has_front(self) -> bool:
-        """Whether Serve works with HAProxy. Asked of the head node once."""
-        return at_head(self.head_resources, has_front)
+    def front(self) -> Front | None:
+        """The HAProxies before the routers, if Serve works with HAProxy. Asked of the head node once."""
+        return at_head(self.head_resources, front_of, self.secret)
 
     def arguments(self) -> RouterArguments:
-        """Return what the routers are made with. Raises ConfigError if the entry does not listen where it should."""
+        """Return what the routers are made with.
+
+        Raises ConfigError if the entry does not listen where it should, or is not on every node where it should.
+        """
         http = self.config.http
         at_head(self.head_resources, check_listener, http.host, http.port)
+        if http.router_resources:
+            check_entries_everywhere()
         return RouterArguments(
             self.config,
             self.secret,
@@ -83,7 +91,7 @@ class Parts:
             start_stream_keeper(self.config, self.head_resources),
             start_audit_keeper(self.config, self.head_resources),
             _start_usage_keeper(self.config, self.head_resources),
-            front_token(self.secret) if self.has_front else None,
+            self.front,
         )
 
     def begin_settling(self) -> Any:

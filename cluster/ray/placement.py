@@ -15,8 +15,8 @@ from math import ceil
 
 from cluster.memory import CLUSTER_BYTES, ROUTER_BYTES, WorkerMemory, computes_on_processor, in_gb, tier_bytes
 from configs.machine import memory_bytes
-from configs.schema import ClusterConfig, PoolConfig
-from protocol.errors import InvalidRequestError
+from configs.schema import ClusterConfig, HttpConfig, PoolConfig
+from protocol.errors import ConfigError, InvalidRequestError
 from protocol.messages.workers import Role
 
 Resources = Mapping[str, float]
@@ -27,6 +27,8 @@ HEAD_RESOURCE = "node:__internal_head__"
 """What the head node of every Ray cluster has, and no other node."""
 _NAMED_NODES = 4
 _SHARES_HOLD = "smaller shares of a GPU need a new start: with more workers, a range in autoscale.sizes, or other resources"
+_SLACK = 1e-9
+"""Ray counts resources in units of 0.0001; this keeps sums of floats from deciding."""
 _TOKEN_CPU = 0.001
 """A placement group needs a bundle that is not empty; a pool that asks for nothing must fit a laptop of any size."""
 
@@ -70,6 +72,12 @@ def unplaceable(config: ClusterConfig, nodes: Sequence[Resources]) -> str | None
             for name, amount in need.items():
                 node[name] -= amount
     return None
+
+
+def check_entries(http: HttpConfig, nodes: Sequence[Resources]) -> None:
+    """Raise ConfigError if these nodes do not take as many routers as there are to begin with."""
+    if (problem := _lacks_entries(http, http.router_replicas, nodes)) is not None:
+        raise ConfigError(problem, param="http.router_resources")
 
 
 def threads_per_rank(config: ClusterConfig, role: Role, nodes: Sequence[Resources]) -> int:
@@ -146,6 +154,8 @@ class Room:
 
     def check_routers(self, wanted: Mapping[Role, int]) -> None:
         """Raise InvalidRequestError if the routers do not fit beside `wanted` workers of all roles."""
+        if (problem := _lacks_entries(self._config.http, self._routers, self._nodes)) is not None:
+            raise InvalidRequestError(problem, param="routers")
         if not self._holds_all(wanted) and self.with_routers(1)._holds_all(wanted):
             workers = " and ".join(f"{number} {role.value}" for role, number in wanted.items() if number)
             problem = f"{self._routers} routers do not fit beside {workers}: each takes {in_gb(ROUTER_BYTES)} of memory"
@@ -204,6 +214,15 @@ class Room:
         return not memory or _place(self._routers - 1, {_MEMORY: ROUTER_BYTES}, free)
 
 
+def _lacks_entries(http: HttpConfig, wanted: int, nodes: Sequence[Resources]) -> str | None:
+    """Say that the nodes do not have enough for so many routers, where these need resources. None if they do."""
+    need = http.router_resources
+    if not need or _place(wanted, need, [dict(node) for node in nodes]):
+        return None
+    most = sum(min(int(node.get(name, 0.0) / amount + _SLACK) for name, amount in need.items()) for node in nodes)
+    return f"{wanted} routers need {listed(need)} each, of which the nodes have enough for {most}"
+
+
 def _place(number: int, need: Resources, free: Sequence[dict[str, float]]) -> bool:
     """Take so many times what is needed from the nodes by first fit. Return whether there was enough."""
     for _ in range(number):
@@ -228,8 +247,7 @@ def _need(pool: PoolConfig) -> dict[str, float]:
 
 
 def _holds(node: Resources, need: Resources) -> bool:
-    # Ray counts resources in units of 0.0001; the slack keeps sums of floats from deciding.
-    return all(node.get(name, 0.0) + 1e-9 >= amount for name, amount in need.items())
+    return all(node.get(name, 0.0) + _SLACK >= amount for name, amount in need.items())
 
 
 def listed(resources: Resources) -> str:

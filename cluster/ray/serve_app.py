@@ -18,7 +18,7 @@ from ray.exceptions import RayError
 from ray.serve.schema import ApplicationStatus
 
 from cluster.controller import RayControllerClient
-from cluster.ray.front import LOOPBACK, counts_folder, restore
+from cluster.ray.front import LOOPBACK, Front, counts_folder, restore
 from cluster.ray.keepers.audit import RayAuditStore
 from cluster.ray.keepers.rates import rate_store
 from cluster.ray.keepers.streams import RayRecordStore
@@ -72,8 +72,8 @@ class RouterArguments:
     stream_keeper: Any
     audit_keeper: Any | None
     usage_keeper: Any | None
-    front_token: str | None
-    """What the HAProxy before the routers proves itself with; None means that there is none."""
+    front: Front | None
+    """None means that there is no HAProxy before the routers."""
 
 
 @serve.ingress()
@@ -85,13 +85,18 @@ class RouterReplica:
         if (name := serve.get_replica_context().app_name) != APPLICATION:
             raise ConfigError(f"the application has to be called {APPLICATION}, not {name}")
         model = await asyncio.to_thread(resolve_for, given.config)
-        if given.front_token is not None:
-            await asyncio.to_thread(restore, given.config, given.front_token)
-        counts = CountsFolder(counts_folder())
-        self._router = Router(given.config, model, given.secret, RayControllerClient(given.controller), counts)
+        node, elsewhere = "", None
+        if given.config.http.router_resources:
+            from cluster.ray.keepers.entries import enter
+
+            node, elsewhere = await enter(given.config, given.front)
+        elif given.front is not None:
+            await asyncio.to_thread(restore, given.config, given.front)
+        counts = CountsFolder(counts_folder(), node)
+        self._router = Router(given.config, model, given.secret, RayControllerClient(given.controller), counts, elsewhere)
         self._meter = Meter(rate_store(given.config, given.rate_keeper))
         self._recorder = Recorder(RayRecordStore(given.stream_keeper), given.config.resumable.retention_s)
-        self._front_token = given.front_token
+        self._front_token = None if given.front is None else given.front.token
         self._audit = None if given.audit_keeper is None else AuditQueue(RayAuditStore(given.audit_keeper))
         if self._audit is not None:
             self._audit.start()
@@ -126,7 +131,9 @@ class RouterReplica:
 
 
 def start_http(http: HttpConfig, *, has_front: bool) -> None:
-    """Start Serve's controller and, on the head node, its entry at http.host and http.port. What runs already stays.
+    """Start Serve's controller and its entry at http.host and http.port. What runs already stays.
+
+    The entry is on the head node and, if there are `http.router_resources`, on every node to which they bring a router.
 
     Where the entry is a HAProxy, `front.prepare` has told it http.host, and only the routers behind it listen where Serve says:
     on loopback, which is how HAProxy reaches them. Raises UnavailableError if the entry can't start, for instance because
@@ -134,7 +141,8 @@ def start_http(http: HttpConfig, *, has_front: bool) -> None:
     """
     try:
         host = LOOPBACK if has_front else http.host
-        serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": http.port})
+        location = "EveryNode" if http.router_resources else "HeadOnly"
+        serve.start(proxy_location=location, http_options={"host": host, "port": http.port})
     except RayError as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         reason = next((line for line in lines if "[ALERT]" in line), lines[-1])
@@ -157,11 +165,12 @@ def size_of_deployment(http: HttpConfig) -> dict[str, Any]:
 
 
 def router_application(given: RouterArguments, head_resources: dict[str, float]) -> serve.Application:
-    """Return the router as an application that Serve can run."""
+    """Return the router as an application that Serve can run. Without `http.router_resources`, `head_resources` place it."""
+    resources = given.config.http.router_resources or head_resources
     deployment: Any = serve.deployment(
         name=DEPLOYMENT,
         max_ongoing_requests=_NEVER_REACHED,
-        ray_actor_options={"num_cpus": 0, "resources": head_resources, "runtime_env": {"env_vars": _ENVIRONMENT}},
+        ray_actor_options={"num_cpus": 0, "resources": resources, "runtime_env": {"env_vars": _ENVIRONMENT}},
         health_check_period_s=2,
         health_check_timeout_s=10,
         graceful_shutdown_timeout_s=drain_s(given.config.limits),

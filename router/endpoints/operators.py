@@ -54,7 +54,8 @@ class ProbeEndpoints:
         if self._keyring is not None:
             state = self._keyring.state()
             metrics.api_keys.note(len(state.skipped), outdated=state.problem is not None)
-        text = await asyncio.to_thread(metrics.render, metrics.sample())
+        elsewhere = await self._router.elsewhere()
+        text = await asyncio.to_thread(metrics.render, metrics.sample(), elsewhere)
         return Response(text, media_type=_METRICS_TYPE)
 
 
@@ -80,7 +81,7 @@ class OperatorEndpoints:
         if self._keyring is not None:
             state = self._keyring.state()
             keys = {"read": state.num_keys, "skipped": dict(state.skipped), "problem": state.problem}
-        return JSONResponse(self._router.status() | {"api_keys": keys})
+        return JSONResponse(self._router.status(await self._router.elsewhere()) | {"api_keys": keys})
 
     async def audit(self, request: Request) -> Response:
         """Show what workers hold though no request needs it."""

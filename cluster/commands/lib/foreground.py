@@ -13,17 +13,10 @@ from typing import TextIO, cast
 
 from rich.console import Console
 
+from cluster.checks import check_autoscale, check_keys, check_model, check_own_http, check_telemetry
 from cluster.commands.lib.interrupts import Interrupts, Phase
 from cluster.gpu_shares import why_left_alone, with_gpus_here
-from cluster.launch import (
-    RunningCluster,
-    check_autoscale,
-    check_keys,
-    check_model,
-    check_own_http,
-    check_telemetry,
-    running_cluster,
-)
+from cluster.launch import RunningCluster, running_cluster
 from cluster.measured import measured_profiles, with_measured_sizes
 from cluster.memory import with_fitting_pools
 from cluster.ray.placement import crowding

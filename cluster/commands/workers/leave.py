@@ -1,7 +1,8 @@
 """`tandem leave`: has everything move off a node that will go, and waits until it is empty.
 
 Runs on the node itself, or anywhere in its Ray cluster. It asks Ray to drain the node, which is all that the controller wants
-to know, and looks into Ray's books until no worker is there. It does not join the Ray cluster: that would end it with the node.
+to know, and looks into Ray's books until no worker and no router is there. It does not join the Ray cluster: that would end it
+with the node.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def leave(
         str, typer.Option("--address", envvar="RAY_ADDRESS", help="Its Ray cluster: host:port, or auto on one of its nodes.")
     ] = "auto",
 ) -> None:
-    """Move all workers off a node that will go, and wait for it: exit code 0 if it is empty in time, else 1.
+    """Move all workers and routers off a node that will go, and wait for it: exit code 0 if it is empty in time, else 1.
 
     Nothing is placed there any more, whether the wait is interrupted or not.
     """
@@ -56,21 +57,21 @@ def leave(
 
 
 def wait_until_empty(gcs: Gcs, node: RayNode, deadline: float) -> str | None:
-    """Show which workers are on a node until none is, or until `deadline` (`time.monotonic`).
+    """Show what is on a node until nothing is, or until `deadline` (`time.monotonic`).
 
     Return None when it is empty, else what is wrong, in words for people. While the GCS is away, what it said last counts.
     """
-    workers: list[str] = []
+    there: list[str] = []
     with Console(stderr=True).status(f"leaving {node.address}") as progress:
         while True:
             try:
                 present = next((each for each in gcs.nodes() if each.node_id == node.node_id), None)
                 if present is None or not present.up:  # Ray ends on a node that it drains when nothing is left there
-                    return "ended before it was empty" if present is not None and present.lost and workers else None
-                workers = gcs.workers_on(node.node_id)
-                if not workers:
+                    return "ended before it was empty" if present is not None and present.lost and there else None
+                there = gcs.present_on(node.node_id)
+                if not there:
                     return None
-                said = f"{', '.join(workers)} {'is' if len(workers) == 1 else 'are'} there"
+                said = f"{', '.join(there)} {'is' if len(there) == 1 else 'are'} there"
             except UnavailableError as failure:
                 said = failure.message
             left_s = deadline - time.monotonic()

@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from cluster.ray.certificate import CertificateFiles
-from cluster.ray.haproxy_guard import FrontSettings, guarded, rewrite, settings_path
+from cluster.ray.haproxy_guard import ROUTERS_BACKEND, FrontSettings, guarded, rewrite, settings_path
 from cluster.ray.private_folder import close_folder
 from cluster.ray.session import free_port
+from cluster.router_replicas import APPLICATION
 
 SETTINGS = FrontSettings("t0ken", 10.0, 60.0, None, "127.0.0.1")
 CONFIGURATION = """global
@@ -34,6 +35,14 @@ frontend prometheus
 frontend http_frontend
     bind 127.0.0.1:{port}
     http-request return status 200 content-type text/plain string "listen stats"
+backend http-tandem
+    server SERVE_REPLICA--here 127.0.0.1:30000 check
+    server SERVE_REPLICA--elsewhere 10.0.0.7:30000 check
+    server SERVE_REPLICA--sixth [::1]:30001 check
+    server SERVE_PROXY_ACTOR-head 10.0.0.1:8500 check backup
+backend http-other
+    use-server OTHER if {{ var(txn.to) -m str OTHER }}
+    server OTHER 10.0.0.8:30000 check
 listen stats
   bind *:{stats_port}
   stats enable
@@ -69,10 +78,11 @@ def test_rays_own_template_has_the_sections_that_are_removed() -> None:
 
 
 def test_closing_twice_changes_nothing() -> None:
-    closed = close_ports(CONFIGURATION)
+    closed = close_ports(CONFIGURATION.format(directory="/x", metrics_port=9101, port=8000, stats_port=8404))
     assert close_ports(closed) == closed
     assert closed.startswith("global")
-    assert closed.endswith('string "listen stats"\n')
+    assert 'string "listen stats"\nbackend' in closed
+    assert closed.endswith("check\n")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -203,3 +213,16 @@ def answer(host: str, port: int) -> str:
             time.sleep(0.05)
         finally:
             connection.close()
+
+
+def test_routers_of_other_nodes_are_left_to_the_haproxies_there() -> None:
+    configuration = CONFIGURATION.format(directory="/x", metrics_port=9101, port=8000, stats_port=8404)
+    ours = guarded(configuration, SETTINGS, Path("unused"))
+    assert [line.split()[1] for line in ours.splitlines() if line.split()[0] == "server"] == [
+        "SERVE_REPLICA--here",
+        "SERVE_REPLICA--sixth",
+        "OTHER",  # of another application, whose replicas listen where Serve says
+    ]
+    others = close_ports(configuration)
+    assert others.count("    server ") == 5, "of whoever uses Serve without Tandem"
+    assert f"backend http-{APPLICATION}" == ROUTERS_BACKEND

@@ -58,7 +58,7 @@ class ScriptedGcs:
             return [RayNode(FIRST.node_id, FIRST.address, FIRST.name, is_head=False, up=False, lost=self._lost)]
         return NODES
 
-    def workers_on(self, node_id: str) -> list[str]:
+    def present_on(self, node_id: str) -> list[str]:
         assert node_id == FIRST.node_id
         present = self._looks[0]
         if len(self._looks) > 1:

@@ -191,6 +191,16 @@ def test_routers_take_memory_too(facts: ModelFacts, monkeypatch: pytest.MonkeyPa
     tight.with_routers(4).check_routers({Role.PREFILL: 1, Role.DECODE: 9})  # that is not for the routers
     with pytest.raises(InvalidRequestError, match="at most 0 beside 1 prefill"):
         tight.with_routers(4).check(both, [Role.DECODE])
+    entries = Room(
+        config(http={"router_resources": {"tandem_entry": 1}}),
+        tight._memory,
+        [LAPTOP, LAPTOP | {"tandem_entry": 2}],
+        may_grow=True,
+    )
+    entries.with_routers(2).check_routers({})
+    with pytest.raises(InvalidRequestError, match=r"3 routers need {tandem_entry: 1} each, .* enough for 2"):
+        entries.with_routers(3).check_routers({})
+    entries.with_routers(3).check({Role.PREFILL: 0, Role.DECODE: 0}, [Role.DECODE])  # a lost entry is not for the workers
     one, three = (with_fitting_pools(config(http={"router_replicas": number}), facts, 6 * GB) for number in (1, 3))
     assert three.decode.kv_cache_tokens < one.decode.kv_cache_tokens
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import signal
 import subprocess
 import sys
@@ -11,9 +12,12 @@ from pathlib import Path
 from typing import IO
 
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
-from telemetry.counts_folder import num_places
+from telemetry.counts_folder import CountsReader, num_places
+from telemetry.elsewhere import Merged
 
 _ROUTER = """
 import json, sys
@@ -22,7 +26,7 @@ from telemetry.cluster_metrics import ClusterSample
 from telemetry.counts_folder import CountsFolder
 from telemetry.metrics import Metrics
 
-folder = CountsFolder(Path(sys.argv[1]))
+folder = CountsFolder(*map(Path, sys.argv[1:2]), *sys.argv[2:])
 metrics = Metrics("m", ClusterSample, folder)
 print(json.dumps(folder.place), flush=True)
 for line in sys.stdin:
@@ -34,8 +38,8 @@ for line in sys.stdin:
 class Router:
     """A process that counts in the folder."""
 
-    def __init__(self, folder: Path) -> None:
-        command = [sys.executable, "-c", _ROUTER, str(folder)]
+    def __init__(self, folder: Path, *node: str) -> None:
+        command = [sys.executable, "-c", _ROUTER, str(folder), *node]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.place = json.loads(_pipe(self.process.stdout).readline())
 
@@ -66,15 +70,15 @@ def _pipe(pipe: IO[str] | None) -> IO[str]:
     return pipe
 
 
-Start = Callable[[], Router]
+Start = Callable[..., Router]
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     routers: list[Router] = []
 
-    def started() -> Router:
-        routers.append(Router(tmp_path / "counts"))
+    def started(*node: str, folder: str = "counts") -> Router:
+        routers.append(Router(tmp_path / folder, *node))
         return routers[-1]
 
     yield started
@@ -147,6 +151,35 @@ def test_places_tell_how_many_routers_there_are(start: Start, tmp_path: Path) ->
     again = start()
     assert again.place == two.place
     assert (one.ready(), num_places(folder)) == (1, 2), "it starts where a ready one was"
+
+
+def test_routers_of_two_nodes_are_told_apart_and_together(start: Start, tmp_path: Path) -> None:
+    """As it is where routers of several nodes count: each folder is read on its node, by who has no place in it."""
+    here, there, other = start(), start("10.0.0.7", folder="there"), start("10.0.0.7", folder="there")
+    assert (here.place, there.place, other.place) == ("router-0", "router-10.0.0.7-0", "router-10.0.0.7-1")
+    there.does("folder.note_ready()")
+    for router in (here, there, other, other):
+        router.does(
+            "(metrics.resumed_streams.inc(), metrics.time_to_first_token.observe(0.01), metrics.waiting_requests.set(3))"
+        )
+    other.kill()
+    reader = CountsReader(tmp_path / "there")
+    assert reader.num_ready() == 1
+    told = pickle.loads(pickle.dumps([*reader.collect()]))
+    text = generate_latest(registered(Merged([*CountsReader(tmp_path / "counts").collect(), *told]))).decode()
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    counted = {sample.labels["router"]: sample.value for sample in families["tandem:resumed_streams"].samples}
+    assert counted == {"router-0": 1, "router-10.0.0.7-0": 1, "router-10.0.0.7-1": 2}
+    waiting = {sample.labels["router"] for sample in families["tandem:router_requests_waiting"].samples}
+    assert waiting == {"router-0", "router-10.0.0.7-0"}, "what has ended waits for nothing"
+    assert text.count("# TYPE tandem:time_to_first_token_seconds ") == 1
+    assert text.count('time_to_first_token_seconds_bucket{le="+Inf"') == 3
+
+
+def registered(collector: Collector) -> CollectorRegistry:
+    registry = CollectorRegistry()
+    registry.register(collector)
+    return registry
 
 
 def test_a_successor_has_no_more_tenants_than_anybody(start: Start) -> None:
