@@ -50,16 +50,17 @@ class Leaving:
 
 
 def which_drain(
-    going: Sequence[Leaving], num_staying: int, desired: int, now: float, *, has_room: bool, others_ready: int = 0
+    going: Sequence[Leaving], num_staying: int, desired: int, now: float, *, num_starting: int, others_ready: int = 0
 ) -> list[bool]:
     """Whether each of these READY workers of one role drains now. They are in the order in which they should.
 
-    `num_staying` others of the role are READY on nodes that stay, and `desired` are wanted. Without `has_room`, no further
-    one will come. `others_ready` serve in their place though they count for another number that is wanted.
+    `num_staying` others of the role are READY on nodes that stay, `num_starting` will be, and `desired` are wanted. Where that
+    is more than all these, there is no room for the rest, and nobody waits for it. `others_ready` serve in their place though
+    they count for another number that is wanted.
     """
     surplus = num_staying + len(going) - desired
     drains = []
     for number, leaving in enumerate(going):
-        late = not has_room or now >= leaving.drain_by
+        late = number < len(going) - num_starting or now >= leaving.drain_by
         drains.append(number < surplus or (num_staying + others_ready > 0 and late))
     return drains

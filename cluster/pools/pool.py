@@ -248,8 +248,10 @@ class Pool:
         """
         actions: list[Action] = [self._forget(member) for member, told in self._going() if now >= told.end_by]
         ready = [(member, told) for member, told in self._going() if member.info.state is WorkerState.READY]
-        told_ready, has_room = [told for _, told in ready], no_room is None
-        drains = which_drain(told_ready, self.num_ready, self.desired, now, has_room=has_room, others_ready=others_ready)
+        told_ready, num_starting = [told for _, told in ready], self.num_staying - self.num_ready
+        drains = which_drain(
+            told_ready, self.num_ready, self.desired, now, num_starting=num_starting, others_ready=others_ready
+        )
         actions += [
             self._begin_drain(member, comes_back=False) for (member, _), drain in zip(ready, drains, strict=True) if drain
         ]

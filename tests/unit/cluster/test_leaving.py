@@ -31,15 +31,16 @@ def test_a_long_notice_and_a_short_one() -> None:
     st.integers(0, 6),
     st.integers(0, 6),
     st.floats(0.0, 1000.0),
-    st.booleans(),
+    st.integers(0, 6),
 )
-def test_who_drains(notices: list[float], num_staying: int, desired: int, now: float, has_room: bool) -> None:
+def test_who_drains(notices: list[float], num_staying: int, desired: int, now: float, num_starting: int) -> None:
     going = [Leaving(0.0, notice_s) for notice_s in notices]
-    drains = which_drain(going, num_staying, desired, now, has_room=has_room)
+    drains = which_drain(going, num_staying, desired, now, num_starting=num_starting)
     assert len(drains) == len(going)
     left = num_staying + drains.count(False)
-    late = not has_room or any(now >= leaving.drain_by for leaving in going)
-    assert left >= min(desired, num_staying + len(going)) or late, "in time, as many serve as are wanted"
+    late = any(now >= leaving.drain_by for leaving in going)
+    wanted = min(desired, num_staying + num_starting)
+    assert left >= min(wanted, num_staying + len(going)) or late, "in time, as many serve as are wanted and can be had"
     assert left >= min(1, desired, num_staying + len(going)), "and always one, if there is one"
     if num_staying >= desired:
         assert all(drains), "each has its replacement"

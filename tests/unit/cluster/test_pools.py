@@ -283,6 +283,15 @@ def test_as_many_are_replaced_as_there_is_room_for() -> None:
     assert pools.heed(leaving, 3.0, for_at_most(3)) == [Start("worker-4", 1, 0.0)], "a node has joined"
 
 
+def test_only_those_without_room_for_another_one_drain_at_once() -> None:
+    pools = started(1, 3)
+    leaving = told("worker-2", "worker-3")
+    assert pools.heed(leaving, 1.0, for_at_most(3)) == [Start("worker-4", 1, 0.0), Drain("worker-2", 1)]
+    assert pools.heed(leaving, 2.0, for_at_most(3)) == [], "worker-3 waits for the one that starts"
+    ready(pools, "worker-4")
+    assert pools.heed(leaving, 3.0, for_at_most(3)) == [Drain("worker-3", 1)]
+
+
 def test_one_that_has_left_is_replaced_where_a_node_may_join() -> None:
     pools = started(1, 3)
     leaving = told("worker-1", "worker-2")
