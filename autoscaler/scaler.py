@@ -58,7 +58,7 @@ class Present:
     start_s: float | None
     """Seconds that the latest starts took; None before the first."""
     both: int = 0
-    """Number of decode workers that compute prompts for others, too, or will soon: nobody wakes prefill then."""
+    """Number of decode workers that compute prompts for others, too, or will soon. While they are enough, prefill sleeps."""
 
     @property
     def settled(self) -> bool:
@@ -238,7 +238,9 @@ class Autoscaler:
             reason += f"{demand.lengths.answer_tokens:.0f} tokens"
             reason += f", {growth:.2g} times as many soon" if growth > 1.05 else ""
             reason += f", with {margin:.2g} times the room, as limits were missed" if margin > 1.05 else ""
-            needs[role] = Need(max(1, more), max(1, to_keep), reason)
+            # Steps of prompts take turns with those of its streams, so one that does both must have some time to spare.
+            covered = role is Role.PREFILL and not present.wanted[role] and present.both >= max(1, to_keep)
+            needs[role] = Need(0, 0, reason) if covered else Need(max(1, more), max(1, to_keep), reason)
         return needs
 
     def _need(self, role: Role, times: float, demand: Demand, capacity: Capacity, pace: Pace, start_s: float) -> int:

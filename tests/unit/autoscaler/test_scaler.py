@@ -50,6 +50,8 @@ class Running:
         self.sizes = {PREFILL: 1, DECODE: 1}
         self.missing = 0
         """Prefill workers that are wanted and do not come."""
+        self.both = 0
+        """Decode workers that do both."""
         self.scaler = Autoscaler(
             self.config.autoscale,
             WorkerLimits(256, 800_000),
@@ -79,7 +81,7 @@ class Running:
         computed = self.counts.prompt_tokens
         workers = (replace(WORKERS[0], busy_s=computed * 3.5e-5, computed_tokens=computed), WORKERS[1])
         self.scaler.observe(RouterObservation("router", self.counts, waiting, workers), self.now)
-        present = Present(self.sizes, {**self.sizes, PREFILL: self.sizes[PREFILL] - self.missing}, 5.0)
+        present = Present(self.sizes, {**self.sizes, PREFILL: self.sizes[PREFILL] - self.missing}, 5.0, self.both)
         decision = self.scaler.wake(present, self.now) or self.scaler.decide(present, self.now)
         if decision is not None:
             self.scaler.keep(decision, self.sizes)
@@ -165,6 +167,15 @@ def test_prefill_does_not_sleep_while_a_decode_worker_does_both() -> None:
     assert running.sizes[PREFILL] == 1
     assert running.scaler.wake(asleep, running.now) is not None
     assert running.scaler.wake(replace(asleep, both=1), running.now) is None
+
+
+def test_prefill_gets_workers_when_those_that_do_both_are_not_enough() -> None:
+    running = Running(needed=(PREFILL, DECODE), sizes="prefill=0..8,decode=1..8")
+    running.both, running.sizes = 1, {PREFILL: 0, DECODE: 2}
+    assert running.seconds(120, 0.2)[PREFILL] == 0
+    assert running.seconds(60, 20.0)[PREFILL] >= 4, "it counts as a decode worker"
+    assert running.seconds(180, 0.2)[PREFILL] == 1
+    assert running.seconds(120)[PREFILL] == 0
 
 
 def test_what_was_needed_while_it_was_paused_counts() -> None:
