@@ -9,7 +9,16 @@ from rich.console import Console
 
 from cluster.commands.lib.http_client import ApiClient
 from cluster.commands.lib.options import DEFAULT_URL, LONGEST_S, AdminKey, Url
-from cluster.commands.lib.waiting import current_workers, find_worker, wait_for, what_a_drain_lacks, what_a_restart_lacks
+from cluster.commands.lib.waiting import (
+    Lacking,
+    Status,
+    current_workers,
+    find_worker,
+    wait_for,
+    what_a_drain_lacks,
+    what_a_restart_lacks,
+)
+from protocol.errors import UnavailableError
 
 
 def drain(
@@ -28,12 +37,13 @@ def drain(
 def drain_and_wait(client: ApiClient, worker_id: str, restart: bool, wait_s: float) -> None:
     """Drain a worker and, unless `wait_s` is 0, wait until it is gone or, with `restart`, ready again.
 
-    Raises InvalidRequestError if the worker can't be drained, UnavailableError if it takes longer than `wait_s` seconds.
+    Raises InvalidRequestError if the worker can't be drained, UnavailableError if it takes longer than `wait_s` seconds, or if
+    one that is restarted goes for good instead.
     """
     worker = find_worker(current_workers(client), worker_id)
     client.post("/admin/drain", {"worker": worker_id, "restart": restart})
     if restart and worker is not None:
-        lacking = what_a_restart_lacks(worker)
+        lacking = _unless_gone(worker_id, what_a_restart_lacks(worker))
     else:
         lacking = what_a_drain_lacks(worker_id, None if worker is None else worker["epoch"], restart)
     if wait_s > 0:
@@ -41,3 +51,15 @@ def drain_and_wait(client: ApiClient, worker_id: str, restart: bool, wait_s: flo
         with console.status(f"draining {worker_id}"):
             wait_for(client, lacking, wait_s)
         console.print(f"{worker_id} {'was restarted' if restart else 'is gone'}", highlight=False)
+
+
+def _unless_gone(worker_id: str, lacking: Lacking) -> Lacking:
+    """What a worker lacks that is restarted. Raises UnavailableError when it is taken for good before it is ready again."""
+
+    def checked(status: Status) -> str | None:
+        what, worker = lacking(status), find_worker(status["workers"], worker_id)
+        if what is not None and (worker is None or worker.get("leaves_at") is not None):
+            raise UnavailableError(f"{worker_id} will not start again: it was scaled away, or its node leaves")
+        return what
+
+    return checked

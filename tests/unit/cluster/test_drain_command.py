@@ -13,6 +13,7 @@ from cluster.commands.lib.waiting import wait_for, what_a_role_lacks
 from cluster.commands.workers import rollout
 from cluster.commands.workers.drain import drain_and_wait
 from cluster.commands.workers.rollout import roll_out
+from cluster.nodes.leaving import Leaving
 from cluster.pools.actions import Action, Drain, Remove, Start, Stop
 from cluster.pools.members import WorkerIds
 from cluster.pools.pool import Pool
@@ -50,6 +51,7 @@ class PooledCluster:
                         "epoch": info.epoch,
                         "running": running,
                         "last_error": info.last_error,
+                        "leaves_at": info.leaves_at,
                     }
                 )
         wanted = {role.value: pool.desired for role, pool in self.pools.items()}
@@ -329,6 +331,21 @@ def test_a_drain_that_takes_too_long_says_what_it_waits_for() -> None:
     cluster = PooledCluster(stuck="worker-2")
     with pytest.raises(UnavailableError, match="worker-2 is draining"):
         drain_and_wait(cluster, "worker-2", False, 0.01)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("how", ["scaled", "its node leaves"])
+def test_a_restart_is_over_when_its_worker_goes_for_good(how: str) -> None:
+    def taken(cluster: OperatedCluster) -> None:
+        pool = cluster.pools[Role.DECODE]
+        if how == "scaled":
+            cluster.scale(Role.DECODE, 1)
+            pool.drained("worker-3", 1)
+        else:
+            pool.leave("worker-3", 1, Leaving(0.0, 100.0))
+
+    cluster = OperatedCluster("worker-3", taken, stuck="worker-3")
+    with pytest.raises(UnavailableError, match="worker-3 will not start again: it was scaled away, or its node leaves"):
+        drain_and_wait(cluster, "worker-3", True, 1)  # type: ignore[arg-type]
 
 
 def test_a_rollout_leaves_as_many_workers_where_one_restarts_already() -> None:
