@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Mapping, Sequence
 from typing import Annotated
 
@@ -11,13 +13,15 @@ from rich.markup import escape
 
 from cluster.commands.lib.http_client import ApiClient
 from cluster.commands.lib.options import DEFAULT_URL, LONGEST_S, AdminKey, Url
-from cluster.commands.lib.waiting import Status, of_role, wait_for
-from protocol.errors import InvalidRequestError
+from cluster.commands.lib.waiting import Lacking, Status, of_role, wait_for
+from protocol.errors import InvalidRequestError, UnavailableError
 from protocol.messages.workers import Role
 
 _ROUTERS = "routers"
 _NAMES = (*(role.value for role in Role), _ROUTERS)
 _MOST_DIGITS = 9
+_HEARD_S = 3.0
+"""Seconds in which every router that answers has heard of the latest sizes."""
 
 
 def scale(
@@ -69,14 +73,30 @@ def pending(status: Status, wanted: Mapping[str, int]) -> str | None:
     return "; ".join(parts) or None
 
 
+def what_a_scale_lacks(wanted: Mapping[str, int]) -> Lacking:
+    """What keeps a cluster from having these workers and routers. Raises UnavailableError when others are wanted since."""
+    wanted_at = math.inf
+
+    def lacking(status: Status) -> str | None:
+        nonlocal wanted_at
+        by_now = status["wanted"] | {_ROUTERS: status["routers"]["wanted"]}
+        others = [name for name, number in wanted.items() if by_now.get(name) != number]
+        if not others:
+            wanted_at = time.monotonic()
+        elif time.monotonic() - wanted_at > _HEARD_S:
+            changes = ", ".join(f"{name}={by_now.get(name)} and no longer {name}={wanted[name]}" for name in others)
+            raise UnavailableError(f"others have changed what is wanted: {changes}")
+        return pending(status, wanted)
+
+    return lacking
+
+
 def wait_until_scaled(client: ApiClient, wanted: Mapping[str, int], deadline_s: float) -> None:
     """Show progress until the cluster has just these workers and routers, all ready.
 
-    Raises UnavailableError if it takes longer than `deadline_s` seconds.
+    Raises UnavailableError if it takes longer than `deadline_s` seconds, or when other sizes are wanted meanwhile.
     """
     console = Console(stderr=True)
     with console.status("scaling") as progress:
-        wait_for(
-            client, lambda status: pending(status, wanted), deadline_s, lambda left: progress.update(escape(f"scaling: {left}"))
-        )
+        wait_for(client, what_a_scale_lacks(wanted), deadline_s, lambda left: progress.update(escape(f"scaling: {left}")))
     console.print(", ".join(f"{number} {name}" for name, number in wanted.items()), highlight=False)

@@ -20,7 +20,7 @@ from cluster.commands.lib.exits import MENDABLE, UNAVAILABLE
 from cluster.commands.lib.foreground import changes, greeting
 from cluster.commands.lib.http_client import ApiClient
 from cluster.commands.lib.tables import print_status
-from cluster.commands.workers.scale import parse_sizes, pending
+from cluster.commands.workers.scale import parse_sizes, pending, what_a_scale_lacks
 from cluster.ray.session import check_port_free, local_environment
 from configs.schema import ClusterConfig, HttpConfig
 from protocol.cluster_view import ClusterView, WorkerInfo, WorkerState
@@ -190,6 +190,27 @@ def test_what_is_pending_after_a_scale() -> None:
     assert pending(status, {"decode": 1}) == "decode 1 ready, 1 starting of 1 wanted"
     assert pending(status, {"prefill": 1, "routers": 3}) == "2 routers of 3 wanted"
     assert pending(status, {"routers": 1}) == "2 routers of 1 wanted", "one still has streams"
+
+
+def test_a_scale_waits_for_no_size_that_is_no_longer_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    lacking = what_a_scale_lacks({"decode": 3, "routers": 2})
+
+    def look(decode: int, routers: int = 2) -> str | None:
+        nonlocal now
+        now += 2.0
+        workers = [{"role": "decode", "state": "ready"}]
+        return lacking({"workers": workers, "wanted": {"decode": decode}, "routers": {"wanted": routers, "ready": 2}})
+
+    for decode in (1, 1, 3, 1, 3, 1):
+        assert look(decode) == "decode 1 ready of 3 wanted", "a router may hear late of what is wanted"
+    with pytest.raises(UnavailableError, match="others have changed what is wanted: decode=1 and no longer decode=3"):
+        look(1)
+    assert look(3)
+    assert look(3, routers=1)
+    with pytest.raises(UnavailableError, match="routers=1 and no longer routers=2"):
+        look(3, routers=1)
 
 
 def info(worker_id: str, epoch: int, state: WorkerState, error: str | None = None) -> WorkerInfo:
