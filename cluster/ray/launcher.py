@@ -51,6 +51,8 @@ log = logging.getLogger(__name__)
 
 _QUIET_S = 5.0
 """Seconds without workers that come or go, before the next spare process is made."""
+_ALIVE_S = 5.0
+"""Seconds in which a spare process answers, or it is taken for dead."""
 
 
 class RayLauncher:
@@ -88,14 +90,14 @@ class RayLauncher:
     async def create(self, role: Role, worker_id: str, epoch: int) -> list[NamedActor]:
         """Return an actor for each rank of this life.
 
-        The first rank takes the spare process if there is one, and no second node has joined. All others are new, and perhaps
-        not placed yet.
+        The first rank takes the spare process if there is one that answers, and no second node has joined. All others are new,
+        and perhaps not placed yet.
         """
         self._no_spare_yet()
         spare = await self._take_spare()
         actors = [] if spare is None else [spare]
         try:
-            if actors and not await self._has_one_node():
+            if spare is not None and not (await self._has_one_node() and await _answers(spare)):
                 await asyncio.to_thread(ray.kill, actors.pop().handle)
             await asyncio.to_thread(self._add_in_group, actors, role, worker_id, epoch)
         except Exception:
@@ -307,3 +309,13 @@ class RayProcess:
 
     def _handles(self) -> list[Any]:
         return [actor.handle for actor in self._actors()]
+
+
+async def _answers(spare: NamedActor) -> bool:
+    """Whether a spare process lives: it may have ended since it was made."""
+    try:
+        async with asyncio.timeout(_ALIVE_S):
+            await answer(spare.handle.warm_up.remote())
+    except (TandemError, TimeoutError):
+        return False
+    return True

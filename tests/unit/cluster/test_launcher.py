@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import ray
+from ray.exceptions import RayActorError
 
 from cluster.memory import WorkerMemory
 from cluster.ray import launcher as launchers
@@ -19,7 +20,8 @@ from protocol.messages.workers import Role
 @pytest.mark.parametrize("failing_rank", [1, 2])
 def test_what_was_made_of_a_worker_that_can_not_be_made_is_killed(failing_rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The spare process that is its first rank, and the ranks before the one that fails."""
-    made: list[Any] = [SimpleNamespace(name="spare", handle="spare")]
+    warm_up = SimpleNamespace(remote=lambda: asyncio.sleep(0))
+    made: list[Any] = [SimpleNamespace(name="spare", handle=SimpleNamespace(warm_up=warm_up))]
     killed: list[Any] = []
 
     def new_actor(_: type, name: str, *__: Any, **___: Any) -> Any:
@@ -41,7 +43,8 @@ def test_what_was_made_of_a_worker_that_can_not_be_made_is_killed(failing_rank: 
         launcher._spare = asyncio.create_task(asyncio.sleep(0, made[0]))
         with pytest.raises(OSError, match="the GCS is away"):
             await launcher.create(Role.DECODE, "worker-1", 1)
-        assert sorted(killed) == sorted(each.handle for each in made)
+        assert len(killed) == len(made)
+        assert all(each.handle in killed for each in made)
 
     asyncio.run(main())
     assert len(made) == failing_rank
@@ -70,6 +73,38 @@ def test_a_spare_process_that_hangs_is_killed_and_not_waited_for(monkeypatch: py
         [actor] = await asyncio.wait_for(launcher.create(Role.DECODE, "worker-1", 1), 5)
         assert killed == [made[0]]
         assert actor.name == made[1]
+
+    asyncio.run(main())
+
+
+def test_a_spare_process_that_has_died_becomes_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    dead: list[str] = []
+
+    async def warmed_up(name: str) -> None:
+        if name in dead:
+            raise RayActorError
+
+    def new_actor(_: type, name: str, *__: Any, **___: Any) -> Any:
+        made.append(name)
+        warm_up = SimpleNamespace(remote=lambda: warmed_up(name))
+        return SimpleNamespace(name=name, handle=SimpleNamespace(warm_up=warm_up))
+
+    monkeypatch.setattr(launchers, "placement_group", lambda *_, **__: SimpleNamespace(bundle_specs=[]))
+    monkeypatch.setattr(launchers, "PlacementGroupSchedulingStrategy", lambda *_, **__: None)
+    monkeypatch.setattr(launchers, "new_actor", new_actor)
+    monkeypatch.setattr(launchers, "node_resources", lambda: [{}])
+    monkeypatch.setattr(ray, "kill", lambda handle: None)
+
+    async def main() -> None:
+        one = WorkerMemory(0, 0, 0)
+        launcher = RayLauncher(ClusterConfig(), b"secret", {Role.PREFILL: one, Role.DECODE: one}, may_grow=False)
+        launcher._begin_spare()
+        assert launcher._spare is not None
+        await launcher._spare
+        dead.extend(made)
+        [actor] = await launcher.create(Role.DECODE, "worker-1", 1)
+        assert actor.name == "tandem-process-worker-1-1"
 
     asyncio.run(main())
 
