@@ -165,8 +165,8 @@ class RayLauncher:
         former = self._groups.get(worker_id)
         if former is not None and not self._fits(former, bundles):
             remove_placement_group(former)
-            former = None
-        if former is None:
+            del self._groups[worker_id]
+        if worker_id not in self._groups:
             self._groups[worker_id] = placement_group(
                 bundles, strategy="STRICT_PACK", name=NAME_PREFIX + worker_id, lifetime="detached"
             )

@@ -77,6 +77,36 @@ def test_a_spare_process_that_hangs_is_killed_and_not_waited_for(monkeypatch: py
     asyncio.run(main())
 
 
+def test_a_group_that_is_gone_is_not_used_again_where_another_one_can_not_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups: list[Any] = []
+
+    def placement_group(bundles: Any, **_: Any) -> Any:
+        groups.append(SimpleNamespace(bundle_specs=bundles, id=b"group"))
+        if len(groups) == 2:
+            raise OSError("the GCS is away")
+        return groups[-1]
+
+    used: list[Any] = []
+    monkeypatch.setattr(launchers, "placement_group", placement_group)
+    monkeypatch.setattr(launchers, "PlacementGroupSchedulingStrategy", lambda group, **_: used.append(group))
+    monkeypatch.setattr(launchers, "remove_placement_group", lambda group: None)
+    monkeypatch.setattr(launchers, "nodes_of_groups", lambda: {b"group".hex(): "node-1"})
+    monkeypatch.setattr(launchers, "new_actor", lambda _, name, *__, **___: SimpleNamespace(name=name, handle=name))
+
+    async def main() -> None:
+        one = WorkerMemory(0, 0, 0)
+        launcher = RayLauncher(ClusterConfig(), b"secret", {Role.PREFILL: one, Role.DECODE: one}, may_grow=True)
+        await launcher.create(Role.DECODE, "worker-1", 1)
+        await launcher.leave_nodes(["node-1"])
+        with pytest.raises(OSError, match="the GCS is away"):
+            await launcher.create(Role.DECODE, "worker-1", 2)
+        await launcher.leave_nodes([])
+        await launcher.create(Role.DECODE, "worker-1", 3)
+
+    asyncio.run(main())
+    assert used == [groups[0], groups[2]]
+
+
 def test_a_spare_process_that_has_died_becomes_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
     dead: list[str] = []
