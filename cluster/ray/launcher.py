@@ -229,6 +229,8 @@ class RayProcess:
         self._epoch = epoch
         self._config = config
         self._creation: asyncio.Task[list[NamedActor]] | None = None
+        self._former: Sequence[str] = ()
+        """Names of the actors that are taken up."""
         self._following: list[asyncio.Future[Any]] = []
         """The calls of `run` on the ranks other than the first."""
 
@@ -257,6 +259,7 @@ class RayProcess:
 
     async def resume(self, names: Sequence[str]) -> None:
         """Take up the actors that a former supervisor has created under these names. Takes the place of `start`."""
+        self._former = names
         self._creation = asyncio.get_running_loop().create_task(asyncio.to_thread(find_actors, names))
         if len(await asyncio.shield(self._creation)) < len(names):
             raise WorkerLostError("it ended while the controller was away")
@@ -279,13 +282,16 @@ class RayProcess:
         await answer(self._handles()[0].stop.remote())
 
     async def kill(self) -> None:
-        """Kill all actors of this life. Idempotent."""
+        """Kill all actors of this life. Idempotent. Raises UnavailableError if the GCS does not say whether they are there."""
         if self._creation is None:
             return
         self._launcher.changed()
         await asyncio.wait([self._creation])
         if self._creation.exception() is None:
-            await asyncio.gather(*(asyncio.to_thread(ray.kill, handle) for handle in self._handles()))
+            actors = self._actors()
+        else:  # what could not be made is killed already, but what could not be found may live
+            actors = await asyncio.to_thread(find_actors, self._former)
+        await asyncio.gather(*(asyncio.to_thread(ray.kill, actor.handle) for actor in actors))
         await asyncio.gather(*self._following, return_exceptions=True)
 
     async def _while_running(self, others: Sequence[Any], waiting: Coroutine[Any, Any, Any]) -> Any:

@@ -43,6 +43,7 @@ _END_S = 15.0
 class Host:
     """A process of paced workers, as its launcher knows it."""
 
+    name: str
     actor: asyncio.Future[NamedActor]
     lives: dict[WorkerLife, Role]
     """Workers that live in this process or begin here, with their roles."""
@@ -86,7 +87,7 @@ class PacedLauncher:
         wanted = ceil_div(self._config.prefill.workers + self._config.decode.workers, WORKERS_PER_HOST)
         if not room or len(stay) < wanted:
             name = f"{PROCESS_PREFIX}host-{secrets.token_hex(4)}"
-            host = self._hosts[name] = Host(asyncio.ensure_future(asyncio.to_thread(new_actor, PacedHost, name, {})), {})
+            host = self._hosts[name] = Host(name, asyncio.ensure_future(asyncio.to_thread(new_actor, PacedHost, name, {})), {})
         else:
             host = min(room, key=lambda host: (len(host.lives), list(host.lives.values()).count(role)))
         host.lives[life] = role
@@ -95,7 +96,7 @@ class PacedLauncher:
     def host_of(self, role: Role, life: WorkerLife, name: str) -> Host:
         """Return the host of this name, which a former launcher made, and where this life is."""
         if name not in self._hosts:
-            self._hosts[name] = Host(asyncio.ensure_future(asyncio.to_thread(_find, name)), {})
+            self._hosts[name] = Host(name, asyncio.ensure_future(asyncio.to_thread(_find, name)), {})
         self._hosts[name].lives[life] = role
         return self._hosts[name]
 
@@ -105,15 +106,18 @@ class PacedLauncher:
         return cast(Started, await answer(actor.handle.start.remote(role, life, config, self._secret)))
 
     async def end_in(self, host: Host, life: WorkerLife) -> None:
-        """End a life in its host, and the host with its last one, or if it does not answer."""
+        """End a life in its host, and the host with its last one, or if it does not answer, or was not found.
+
+        Raises UnavailableError if the GCS does not say whether it is there.
+        """
         await asyncio.wait([host.actor])
-        handle = None if host.actor.exception() else host.actor.result().handle
-        answers = handle is not None and await _ended(handle, life)
+        found = host.actor.exception() is None
+        answers = found and await _ended(host.actor.result().handle, life)
         host.lives.pop(life, None)
         if not answers or not host.lives:
             self._hosts = {name: other for name, other in self._hosts.items() if other is not host}
-            if handle is not None:
-                await asyncio.to_thread(ray.kill, handle)
+            for actor in [host.actor.result()] if found else await asyncio.to_thread(find_actors, [host.name]):
+                await asyncio.to_thread(ray.kill, actor.handle)
 
     async def keep_spare(self) -> None:
         """Do nothing: a host that is there is as quick as a spare process."""
@@ -188,7 +192,8 @@ class PacedProcess:
     async def kill(self) -> None:
         """End this life, by force if need be: then its host ends, and the others there. Idempotent."""
         if self._host is not None:
-            self._ending = self._ending or asyncio.ensure_future(self._launcher.end_in(self._host, self._life))
+            if self._ending is None or self._ending.done():  # the end before may have failed
+                self._ending = asyncio.ensure_future(self._launcher.end_in(self._host, self._life))
             await asyncio.shield(self._ending)
 
     def _actor(self) -> NamedActor:

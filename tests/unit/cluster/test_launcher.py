@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +13,12 @@ from ray.exceptions import RayActorError
 
 from cluster.memory import WorkerMemory
 from cluster.ray import launcher as launchers
+from cluster.ray.actors import NamedActor
 from cluster.ray.launcher import RayLauncher
+from cluster.ray.paced import launcher as paced_launchers
+from cluster.ray.paced.launcher import PacedLauncher
 from configs.schema import ClusterConfig
+from protocol.errors import UnavailableError
 from protocol.messages.workers import Role
 
 
@@ -137,6 +142,43 @@ def test_a_spare_process_that_has_died_becomes_no_worker(monkeypatch: pytest.Mon
         assert actor.name == "tandem-process-worker-1-1"
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", [RayLauncher, PacedLauncher])
+def test_what_could_not_be_taken_up_from_a_silent_gcs_is_killed_when_it_answers(
+    kind: type[RayLauncher | PacedLauncher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silences = 2
+    killed: list[str] = []
+
+    def find_actors(names: Sequence[str]) -> list[NamedActor]:
+        nonlocal silences
+        silences -= 1
+        if silences >= 0:
+            raise UnavailableError("Ray does not say whether it is there")
+        return [NamedActor(name, name) for name in names]
+
+    monkeypatch.setattr(launchers, "find_actors", find_actors)
+    monkeypatch.setattr(paced_launchers, "find_actors", find_actors)
+    monkeypatch.setattr(ray, "kill", killed.append)
+
+    async def main() -> None:
+        one = WorkerMemory(0, 0, 0)
+        memory = {Role.PREFILL: one, Role.DECODE: one}
+        config = ClusterConfig()
+        launcher = (
+            PacedLauncher(config, b"secret", memory)
+            if kind is PacedLauncher
+            else RayLauncher(config, b"secret", memory, may_grow=False)
+        )
+        process = launcher.process(Role.DECODE, "worker-1", 1, config)
+        for ask in (process.resume(["the process"]), process.kill()):
+            with pytest.raises(UnavailableError):
+                await ask
+        await process.kill()
+
+    asyncio.run(main())
+    assert killed == ["the process"]
 
 
 @pytest.mark.parametrize("joins", ["before the spare is made", "before it is taken", "never"])
