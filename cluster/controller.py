@@ -116,24 +116,19 @@ class Controller:
         if routers is not None:
             self._launcher.routers = routers
             self._router_replicas.want(routers)
-        if sizes:
-            await self._pause(SCALED_BY_HAND)
-        await self._supervisor.saved()
+        await self._saved(SCALED_BY_HAND if sizes else None)
 
     async def drain(self, worker_id: str, restart: bool) -> None:
         """Let a worker go, or start it anew with `restart`. Raises InvalidRequestError if it can't be spared."""
         self._rollouts.check_none()
         self._supervisor.drain(worker_id, restart)
-        if not restart:
-            await self._pause(f"{worker_id} was drained by hand")
-        await self._supervisor.saved()
+        await self._saved(None if restart else f"{worker_id} was drained by hand")
 
     async def flip(self, worker_id: str, duty: Duty) -> None:
         """Have a worker do this work from now on. Raises InvalidRequestError if it can't."""
         self._rollouts.check_none()
         self._supervisor.flip(worker_id, duty)
-        await self._pause(f"{worker_id} was flipped by hand")
-        await self._supervisor.saved()
+        await self._saved(f"{worker_id} was flipped by hand")
 
     async def observe(self, seen: RouterObservation) -> None:
         """Take what a router tells the autoscaler."""
@@ -186,10 +181,12 @@ class Controller:
     def _expect(self, memory: Mapping[Role, WorkerMemory]) -> None:
         self._launcher.memory = memory
 
-    async def _pause(self, reason: str) -> None:
-        """An operator has the last word."""
-        if self._sizer is not None:
-            await self._sizer.pause(f"{reason}; `tandem autoscale resume` goes on")
+    async def _saved(self, pause: str | None) -> None:
+        """Returns when an order is recorded, or after some seconds. `pause`: why the autoscaler leaves workers to operators."""
+        saved = asyncio.create_task(self._supervisor.saved())  # beside the other record, for an answer in time
+        if self._sizer is not None and pause is not None:
+            await self._sizer.pause(f"{pause}; `tandem autoscale resume` goes on")
+        await saved
 
     @ray.method(max_task_retries=-1)
     async def retire(self, deadline_s: float) -> int:

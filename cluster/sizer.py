@@ -32,8 +32,10 @@ log = logging.getLogger(__name__)
 
 DECIDE_S = 1.0
 _ROLLOUT = "a new configuration is rolled out"
-_ROOM_S = _RECORD_S = 5.0
-"""Deadlines for finding out what the nodes have, and for a record."""
+_ROOM_S = 5.0
+"""Deadline for finding out what the nodes have."""
+_RECORD_S = 2.0
+"""Deadline for a record, and so for the answer to an order that pauses."""
 _SAVE_S = 10.0
 """Seconds between two records of a history that grows."""
 
@@ -200,16 +202,14 @@ class PoolSizer:
         self._supervisor.show(AutoscalerState(scaler.paused, scaler.decisions, scaler.changes, self._problem))
 
     async def _save(self) -> None:
-        async with self._saving:
-            record = self._running().record()
-            if record == self._saved:
-                return
-            try:
-                async with asyncio.timeout(_RECORD_S):
+        try:
+            async with asyncio.timeout(_RECORD_S), self._saving:
+                record = self._running().record()
+                if record != self._saved:
                     await self._records.save(record)
-                self._saved = record
-            except (UnavailableError, TimeoutError) as failure:
-                log.warning("nothing of the autoscaler is recorded: %s", failure or "the GCS does not answer")
+                    self._saved = record
+        except (UnavailableError, TimeoutError) as failure:
+            log.warning("nothing of the autoscaler is recorded: %s", str(failure) or "the GCS does not answer")
 
 
 def _fitting(sizes: Sizes, present: Sizes, room: Room, placed: Callable[[Sizes], Sizes]) -> tuple[dict[Role, int], str | None]:

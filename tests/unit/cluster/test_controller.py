@@ -5,23 +5,28 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
 
+from autoscaler.scaler import ScalerRecord
 from cluster import controller
 from cluster.controller import Controller
 from cluster.memory import WorkerMemory
 from cluster.pools.pools import Pools
 from cluster.ray import actors
 from cluster.records import ClusterRecord
+from cluster.sizer import PoolSizer
+from cluster.supervisor import Supervisor
 from configs.loader import load_config
 from configs.schema import ClusterConfig
 from protocol.cluster_view import ClusterView
 from protocol.errors import UnavailableError
-from protocol.messages.workers import Role
-from tests.unit.cluster.test_sizer import KeptRecords
+from protocol.messages.workers import Duty, Role
+from tests.unit.cluster.test_sizer import KeptRecords, room
 from tests.unit.cluster.test_supervisor import ScriptedLauncher, ScriptedRecords
+from tests.unit.simulated_time import run_in_simulated_time
 
 MEMORY = dict.fromkeys(Role, WorkerMemory(kv_pool=10**9, weights=0, process=0))
 
@@ -172,3 +177,55 @@ def test_where_ray_does_not_say_whether_it_may_be_restarted_the_process_ends(
     with pytest.raises(ExitError):
         asyncio.run(scenario())
     assert ends == [1]
+
+
+class SilentRecords(ScriptedRecords):
+    """A store that takes records until it is silent, and answers nothing then."""
+
+    silent = False
+
+    async def save(self, record: ClusterRecord) -> None:
+        if self.silent:
+            await asyncio.sleep(3600.0)
+        await super().save(record)
+
+
+class SilentScalerRecords(KeptRecords):
+    silent = False
+
+    async def save(self, record: ScalerRecord) -> None:
+        if self.silent:
+            await asyncio.sleep(3600.0)
+        await super().save(record)
+
+
+@pytest.mark.parametrize("order", ["drain", "flip"])
+def test_orders_are_answered_in_time_while_no_store_answers(order: str) -> None:
+    async def scenario() -> None:
+        config = settings(**{"decode.workers": 2})
+        records, scaler_records = SilentRecords(), SilentScalerRecords()
+        found = object.__new__(Controller)
+        found._supervisor = Supervisor(config, ScriptedLauncher(), records)
+        await found._supervisor.start()
+        await found._supervisor.settle(60.0)
+
+        async def enough() -> Any:
+            return room(config)
+
+        found._sizer = PoolSizer(config, None, found._supervisor, enough, scaler_records)
+        await found._sizer.start()
+        found._rollouts = SimpleNamespace(check_none=lambda: None)  # type: ignore[assignment]
+        records.silent = scaler_records.silent = True
+        earlier = asyncio.create_task(found._sizer.pause("an earlier order"))
+        await asyncio.sleep(0.1)
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        await (found.drain("worker-2", False) if order == "drain" else found.flip("worker-2", Duty.PREFILL))
+        assert loop.time() - began <= 2.1, "docs/contracts/workers.md"
+        assert str(found._sizer.paused).startswith("worker-2 was ")
+        records.silent = scaler_records.silent = False
+        await earlier
+        await found._sizer.close()
+        await found._supervisor.close()
+
+    run_in_simulated_time(scenario())
