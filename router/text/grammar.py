@@ -54,15 +54,17 @@ _ANNOTATIONS = ("description", "title", "examples", "default", "$comment")
 """Keywords that ask nothing of an answer."""
 _READABLE = re.compile(
     r"""(?: [^\\(\[{]
-    | \\[^0-9A-Za-z<>] | \\[pPuUx](?:\{[^{}]*\})? | \\[AadDfnrsStvwWz]
+    | \\[^0-9A-Za-z<>] | \\[uU](?![dD][89A-Fa-f])(?:\{[^{}]*\})? | \\[pPx](?:\{[^{}]*\})? | \\[AadDfnrsStvwWz]
     | \((?!\?) | \(\?(?::|P?<[A-Za-z_]|[imsxuUR-])
     | \{[0-9]+(?:,[0-9]*)?\}
-    | \[\^?+(?: (?!&&|--|~~)[^\\\[\]] | \\[^0-9A-Za-z<>] | \\[adDfnpPrsStuUvwWx] )+\]
+    | \[\^?+(?: (?!&&|--|~~|-\\[dDpPsSwW])[^\\\[\]] | \\[^0-9A-Za-z<>] | \\[uU](?![dD][89A-Fa-f]) | \\[afnrtvx]
+             | \\(?:[dDsSwW]|[pP](?:\{[^{}]*\})?+)(?!-[^\]]) )+\]
     )*+""",
     re.VERBOSE,
 )
-"""A regular expression without look-around, borders of words, references back and what else llguidance can't follow: empty
-classes, and brackets within a class or braces that are not escaped. `*+` never tries another way: a text takes linear time."""
+"""A regular expression without look-around, borders of words, references back and what else llguidance can't follow or takes
+otherwise: empty classes, brackets within a class and braces that are not escaped, kinds of characters as ends of a range, halves
+of surrogate pairs. `*+` never tries another way: a text takes linear time."""
 _NAMES_KEYS = {"properties", "patternProperties", "required", "anyOf", "oneOf", "allOf", "$ref"}
 """Keywords by which an object is more than a map: its keys are left as they are."""
 
@@ -76,7 +78,9 @@ def json_rule(schema: Mapping[str, Any], *, lenient: bool = False) -> str:
     wanted = _without_annotations(schema)
     if lenient:
         wanted = _with_readable_patterns(wanted)
-    return f"%json {json.dumps({**_with_short_keys(wanted), 'x-guidance': options}, ensure_ascii=False)}"
+    spelled = json.dumps({**_with_short_keys(wanted), "x-guidance": options}, ensure_ascii=False)
+    # Half of a surrogate pair can't be encoded. This is JSON's own escape for it.
+    return f"%json {spelled.encode(errors='backslashreplace').decode()}"
 
 
 def _changed_within(schema: Mapping[str, Any], change: Callable[[Any], Any], lists: Sequence[str]) -> dict[str, Any]:

@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from protocol.errors import InvalidRequestError
 from protocol.sampling import MAX_GRAMMAR_CHARS
 from router.api.structured import MAX_TOOLS
-from router.text.grammar import json_rule
+from router.text.grammar import json_answer, json_rule
 from router.text.tool_calls import ToolCallDelta, ToolCallParser, whole_calls
 from router.text.tool_format import ToolFormat, ToolWishes, tool_format
 
@@ -266,6 +267,7 @@ def test_arguments_are_an_object_whatever_the_schema_leaves_open(format_: ToolFo
             {"type": "string", "pattern": pattern}
             for pattern in (r"^[^[\]]+$", "[[]", "[]", "[^]", "[a&&b]", "^{.*}$", "${", "x{", "a{,3}", r"\p{L}{", "x{1,2")
         ),
+        *({"type": "string", "pattern": pattern} for pattern in (r"^[a-z\s-']+$", r"[\p{L}-']", r"\uD83D\uDE00")),
     ],
 )
 def test_what_cannot_be_followed_is_left_out_where_a_tool_is_not_strict(schema: dict[str, Any]) -> None:
@@ -273,6 +275,21 @@ def test_what_cannot_be_followed_is_left_out_where_a_tool_is_not_strict(schema: 
     for strict in (frozenset[str](), frozenset({"f"})):
         grammar = HERMES.grammar(ToolWishes(tools, ("f",), strict, required=True, parallel=False), None)
         assert (llguidance.LLMatcher.validate_grammar(grammar, VOCABULARY) != "") == bool(strict)
+
+
+def test_a_kind_of_characters_is_no_end_of_a_range() -> None:
+    r"""`[+-\d]` is a plus, a minus or a digit in ECMAScript; llguidance takes it for something that no client means."""
+    tools = (tool("f", a={"type": "string", "pattern": r"^[+-\d]$"}, b={"type": "string", "pattern": r"^[\w.-]$"}),)
+    grammar = HERMES.grammar(ToolWishes(tools, ("f",), frozenset(), required=True, parallel=False), None)
+    for sign in "+-5":
+        assert follows(grammar, written(HERMES, [("f", json.dumps({"a": sign, "b": "-"}))]))
+    assert not follows(grammar, written(HERMES, [("f", json.dumps({"a": "+", "b": "+"}))]))
+
+
+def test_half_of_a_surrogate_pair_is_refused_in_words_for_clients() -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        json_answer({"const": "\ud800"}, "guided_json").grammar()
+    assert "%llguidance" not in refused.value.message
 
 
 def test_patterns_that_can_be_followed_are_followed_where_a_tool_is_not_strict() -> None:
