@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from protocol.errors import UnavailableError
 
@@ -77,5 +77,5 @@ def wait_until_empty(gcs: Gcs, node: RayNode, deadline: float) -> str | None:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 return f"is not empty at its deadline: {said}"
-            progress.update(escape(f"leaving {node.address}: {said}, {left_s:.0f} s left"))
+            progress.update(Text(f"leaving {node.address}: {said}, {left_s:.0f} s left"))
             time.sleep(min(_LOOK_S, left_s))

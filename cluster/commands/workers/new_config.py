@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from cluster.commands.lib.http_client import ApiClient, json_of
 from cluster.commands.lib.tables import rollout_lines
@@ -52,7 +52,7 @@ def try_config(client: ApiClient, path: Path, canary: float, watch_s: float, min
     revision = client.post("/admin/rollout", body)["revision"]
     console = Console(stderr=True)
     with console.status("rolling out") as progress:
-        state = _end_of(client, revision, lambda text: progress.update(escape(text)))
+        state = _end_of(client, revision, lambda text: progress.update(Text(text)))
     if state["phase"] != "done":
         raise UnavailableError(f"rolled back: {state['reason']}")
     for line in rollout_lines(state):

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from cluster.commands.lib.http_client import ApiClient
 from cluster.commands.lib.options import DEFAULT_URL, LONGEST_S, AdminKey, Url
@@ -34,7 +34,7 @@ def scale(
 ) -> None:
     """Change how many workers and routers there are while requests run.
 
-    Running streams move to the workers that stay. A router that goes waits for its streams first.
+    Running streams move to the workers that stay. A router that goes waits for its streams first, `limits.shutdown_s` at most.
     """
     wanted = parse_sizes(sizes)
     client = ApiClient(url, admin_key)
@@ -98,5 +98,5 @@ def wait_until_scaled(client: ApiClient, wanted: Mapping[str, int], deadline_s: 
     """
     console = Console(stderr=True)
     with console.status("scaling") as progress:
-        wait_for(client, what_a_scale_lacks(wanted), deadline_s, lambda left: progress.update(escape(f"scaling: {left}")))
+        wait_for(client, what_a_scale_lacks(wanted), deadline_s, lambda left: progress.update(Text(f"scaling: {left}")))
     console.print(", ".join(f"{number} {name}" for name, number in wanted.items()), highlight=False)
