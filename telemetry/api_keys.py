@@ -1,4 +1,4 @@
-"""The file of API keys in `/metrics`. All routers read the same file, so the one that is asked tells of it, and no other.
+"""The file of API keys in `/metrics`. All routers of a node read the same file, so the one that is asked tells of it alone.
 
 It has no part in the counts folder: what another router has read may be long mended.
 """

@@ -28,7 +28,7 @@ class ElsewhereSource(Protocol):
     """Who asks the other nodes."""
 
     async def look(self) -> Elsewhere:
-        """Return what is known of the other nodes' routers; of one that does not answer, what it said last."""
+        """Return what the other nodes tell of their routers. Of one that says nothing, only how many there were before."""
 
 
 class Merged(Collector):

@@ -10,7 +10,8 @@ it (cluster.ray.deployment), and Serve deploys them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -23,12 +24,15 @@ from cluster.ray.front import Front, at_head, check_listener, front_of, prepare
 from cluster.ray.keepers.audit import start_audit_keeper
 from cluster.ray.keepers.rates import start_rate_keeper
 from cluster.ray.keepers.streams import start_stream_keeper
-from cluster.ray.placement import Room, check_entries, pool_of
+from cluster.ray.placement import Resources, Room, lacks_entries, pool_of
 from cluster.ray.serve_app import RouterArguments
 from cluster.router_replicas import check_entries_everywhere
 from configs.schema import ClusterConfig
-from protocol.errors import ConfigError, InvalidRequestError
+from protocol.errors import ConfigError, InvalidRequestError, UnavailableError
 from protocol.messages.workers import Role
+
+_LOOK_S = 1.0
+"""How often nodes are looked for."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +58,11 @@ class Parts:
     ) -> Parts:
         """Start the controller, whose workers begin. `memory` is what a worker of each role takes.
 
-        With `may_grow`, nodes may be added to the Ray cluster. Raises ConfigError if the Ray cluster has a controller, if the
-        workers do not fit into memory, or if too few nodes take routers.
+        With `may_grow`, nodes may be added to the Ray cluster. Raises ConfigError if the Ray cluster has a controller, or if
+        the workers do not fit into memory. Raises UnavailableError if too few nodes take routers within the time that a worker
+        has to start.
         """
-        nodes = node_resources()
-        check_entries(config.http, nodes)
+        nodes = _nodes_for_routers(config)
         _check_room(config, Room(config, memory, nodes, may_grow=may_grow, routers=most_routers(config)))
         return cls(config, secret, start_controller(config, secret, memory, head_resources, may_grow=may_grow), head_resources)
 
@@ -105,6 +109,18 @@ def ask_controller(reference: Any, deadline_s: float | None = None) -> Any:
     Raises the TandemError that it raised, and UnavailableError if it is gone or late.
     """
     return wait_for(reference, deadline_s, "the controller is gone")
+
+
+def _nodes_for_routers(config: ClusterConfig) -> Sequence[Resources]:
+    """The resources of all nodes, as soon as these take all routers: nodes may be joining just now."""
+    deadline = time.monotonic() + config.limits.worker_start_s
+    while True:
+        nodes = node_resources()
+        if (problem := lacks_entries(config.http, config.http.router_replicas, nodes)) is None:
+            return nodes
+        if time.monotonic() > deadline:
+            raise UnavailableError(f"{problem}, after {config.limits.worker_start_s:g} s")
+        time.sleep(_LOOK_S)
 
 
 def _start_usage_keeper(config: ClusterConfig, head_resources: dict[str, float]) -> Any | None:

@@ -16,7 +16,7 @@ from math import ceil
 from cluster.memory import CLUSTER_BYTES, ROUTER_BYTES, WorkerMemory, computes_on_processor, in_gb, tier_bytes
 from configs.machine import memory_bytes
 from configs.schema import ClusterConfig, HttpConfig, PoolConfig
-from protocol.errors import ConfigError, InvalidRequestError
+from protocol.errors import InvalidRequestError
 from protocol.messages.workers import Role
 
 Resources = Mapping[str, float]
@@ -74,10 +74,13 @@ def unplaceable(config: ClusterConfig, nodes: Sequence[Resources]) -> str | None
     return None
 
 
-def check_entries(http: HttpConfig, nodes: Sequence[Resources]) -> None:
-    """Raise ConfigError if these nodes do not take as many routers as there are to begin with."""
-    if (problem := _lacks_entries(http, http.router_replicas, nodes)) is not None:
-        raise ConfigError(problem, param="http.router_resources")
+def lacks_entries(http: HttpConfig, wanted: int, nodes: Sequence[Resources]) -> str | None:
+    """Say that the nodes do not have enough for so many routers, where these need resources. None if they do."""
+    need = http.router_resources
+    if not need or _place(wanted, need, [dict(node) for node in nodes]):
+        return None
+    most = sum(min(int(node.get(name, 0.0) / amount + _SLACK) for name, amount in need.items()) for node in nodes)
+    return f"{wanted} routers need {listed(need)} each, of which the nodes have enough for {most}"
 
 
 def threads_per_rank(config: ClusterConfig, role: Role, nodes: Sequence[Resources]) -> int:
@@ -154,7 +157,7 @@ class Room:
 
     def check_routers(self, wanted: Mapping[Role, int]) -> None:
         """Raise InvalidRequestError if the routers do not fit beside `wanted` workers of all roles."""
-        if (problem := _lacks_entries(self._config.http, self._routers, self._nodes)) is not None:
+        if (problem := lacks_entries(self._config.http, self._routers, self._nodes)) is not None:
             raise InvalidRequestError(problem, param="routers")
         if not self._holds_all(wanted) and self.with_routers(1)._holds_all(wanted):
             workers = " and ".join(f"{number} {role.value}" for role, number in wanted.items() if number)
@@ -212,15 +215,6 @@ class Room:
             if not _place(number, need, free):
                 return False
         return not memory or _place(self._routers - 1, {_MEMORY: ROUTER_BYTES}, free)
-
-
-def _lacks_entries(http: HttpConfig, wanted: int, nodes: Sequence[Resources]) -> str | None:
-    """Say that the nodes do not have enough for so many routers, where these need resources. None if they do."""
-    need = http.router_resources
-    if not need or _place(wanted, need, [dict(node) for node in nodes]):
-        return None
-    most = sum(min(int(node.get(name, 0.0) / amount + _SLACK) for name, amount in need.items()) for node in nodes)
-    return f"{wanted} routers need {listed(need)} each, of which the nodes have enough for {most}"
 
 
 def _place(number: int, need: Resources, free: Sequence[dict[str, float]]) -> bool:

@@ -120,18 +120,24 @@ class OtherEntries:
         """`own` is the name of the keeper of this node, whose files this router reads itself."""
         self._own = own
         self._keepers = _Keepers()
-        self._known: dict[str, Elsewhere | None] = {}
+        self._num_ready: dict[str, int] = {}
 
     async def look(self) -> Elsewhere:
-        """Return what is known of the other nodes' routers; of one that does not answer, what it said last."""
+        """Return what the other nodes tell of their routers. Of one that says nothing, only how many there were before.
+
+        Counts of before would go back for whoever has asked a router that knew later ones, and a gap does no harm.
+        """
+        told: Mapping[str, Elsewhere | None] = {}
         try:
-            told: Mapping[str, Elsewhere | None] = await self._keepers.ask(lambda keeper: keeper.look.remote(), self._own)
+            told = await self._keepers.ask(lambda keeper: keeper.look.remote(), self._own)
         except UnavailableError as error:
-            log.info("what other nodes have said counts: %s", error.message)
+            log.info("nothing is told of other nodes: %s", error.message)
         else:
-            self._known = {name: self._known.get(name) if said is None else said for name, said in told.items()}
-        known = [said for said in self._known.values() if said is not None]
-        return Elsewhere([*chain.from_iterable(said.families for said in known)], sum(said.num_ready for said in known))
+            self._num_ready = {
+                name: self._num_ready.get(name, 0) if said is None else said.num_ready for name, said in told.items()
+            }
+        heard = [said.families for said in told.values() if said is not None]
+        return Elsewhere([*chain.from_iterable(heard)], sum(self._num_ready.values()))
 
 
 class AllEntries:

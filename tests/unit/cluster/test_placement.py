@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.ray.placement import bundle_of, check_entries, crowding, missing, threads_per_rank, unplaceable
+from cluster.ray.placement import bundle_of, crowding, lacks_entries, missing, threads_per_rank, unplaceable
 from configs.schema import ClusterConfig, DecodeConfig, HttpConfig, PoolConfig, PrefillConfig
-from protocol.errors import ConfigError
 from protocol.messages.workers import Role
 
 LAPTOP = [{"CPU": 2.0, "memory": 8e9}]
@@ -130,11 +129,12 @@ def test_equal_shares_are_no_crowd_where_every_worker_has_a_core(prefill: int, d
 
 def test_routers_need_nodes_with_their_resources() -> None:
     nodes = [{"CPU": 4.0}, {"tandem_entry": 1.0}, {"tandem_entry": 0.3}, {"tandem_entry": 2.0}]
-    check_entries(HttpConfig(router_replicas=9), nodes)
-    check_entries(HttpConfig(router_replicas=3, router_resources={"tandem_entry": 1}), nodes)
-    check_entries(HttpConfig(router_replicas=33, router_resources={"tandem_entry": 0.1}), nodes)
-    with pytest.raises(ConfigError, match=r"4 routers need {tandem_entry: 1} each, of which the nodes have enough for 3") as no:
-        check_entries(HttpConfig(router_replicas=4, router_resources={"tandem_entry": 1}), nodes)
-    assert no.value.param == "http.router_resources"
-    with pytest.raises(ConfigError, match="enough for 0"):
-        check_entries(HttpConfig(router_resources={"tandem_entry": 1, "other": 1}), nodes)
+    on_entries = HttpConfig(router_resources={"tandem_entry": 1})
+    assert lacks_entries(HttpConfig(), 9, nodes) is None
+    assert lacks_entries(on_entries, 3, nodes) is None
+    assert lacks_entries(HttpConfig(router_resources={"tandem_entry": 0.1}), 33, nodes) is None
+    assert lacks_entries(on_entries, 4, nodes) == (
+        "4 routers need {tandem_entry: 1} each, of which the nodes have enough for 3"
+    )
+    both = HttpConfig(router_resources={"tandem_entry": 1, "other": 1})
+    assert (lacks_entries(both, 1, nodes) or "").endswith("enough for 0")
