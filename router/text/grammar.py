@@ -63,8 +63,8 @@ _READABLE = re.compile(
     re.VERBOSE,
 )
 """A regular expression without look-around, borders of words, references back and what else llguidance can't follow or takes
-otherwise: empty classes, brackets within a class and braces that are not escaped, kinds of characters as ends of a range, halves
-of surrogate pairs. `*+` never tries another way: a text takes linear time."""
+otherwise: empty classes, brackets within a class and braces that are not escaped, kinds of characters as ends of a range, and
+halves of surrogate pairs. `*+` never tries another way: a text takes linear time."""
 _NAMES_KEYS = {"properties", "patternProperties", "required", "anyOf", "oneOf", "allOf", "$ref"}
 """Keywords by which an object is more than a map: its keys are left as they are."""
 
