@@ -6,7 +6,7 @@
 
 An event that waits here dies with its router: it was not acknowledged. Events are numbered, so one whose acknowledgement was
 lost is not written twice. No request waits for any of this. When the queue is full, what ends then is counted as lost. So is
-what its owner does not take within some seconds when the router ends.
+what its owner does not take within some seconds when the router ends, and what ends after that.
 """
 
 from __future__ import annotations
@@ -58,6 +58,8 @@ class UsageQueue:
         self._events: deque[UsageEvent] = deque()
         self._news = asyncio.Event()
         self._writing: asyncio.Task[None] | None = None
+        self._closed = False
+        """Nobody writes any more."""
         self._complained: dict[str, float] = {}
 
     def __len__(self) -> int:
@@ -74,12 +76,14 @@ class UsageQueue:
             await asyncio.gather(self._writing, return_exceptions=True)
             self._writing = None
             deadline = time.monotonic() + _CLOSE_S
-            while self._events and time.monotonic() < deadline and await self._write_once(_CLOSE_S):
-                pass
+            while self._events and (left_s := deadline - time.monotonic()) > 0:
+                if not await self._write_once(left_s):
+                    await asyncio.sleep(_PAUSE_S)
             self._give_up()
 
     def _give_up(self) -> None:
-        """Count what still waits as lost, though its owner may have written some of it."""
+        """Count what still waits as lost, though its owner may have written some of it. So is what ends from now on."""
+        self._closed = True
         if self._events:
             log.error("%d events of the usage log are lost: its owner did not answer", len(self._events))
         self._metrics.usage_events_lost.inc(len(self._events))
@@ -87,11 +91,15 @@ class UsageQueue:
         self._metrics.usage_events_waiting.set(0)
 
     def put(self, event: UsageEvent) -> None:
-        """Queue an event, whose number is higher than those before. It is counted as lost if there is no room.
+        """Queue an event, whose number is higher than those before. It is counted as lost if there is no room, or after
+        `close`.
 
         Either way it counts against this router's budgets.
         """
         self._budgets.ended(event)
+        if self._closed:
+            self._metrics.usage_events_lost.inc()
+            return
         if len(self._events) >= MAX_QUEUED:
             self._metrics.usage_events_lost.inc()
             self._complain("events of the usage log are lost: %d wait for its owner", MAX_QUEUED)

@@ -302,8 +302,9 @@ def test_a_full_queue_counts_and_holds_up_nobody(
 
 
 def test_what_the_end_of_a_router_can_not_write_is_counted_as_lost(
-    run_cluster: Run, store: BookStore, caplog: pytest.LogCaptureFixture
+    run_cluster: Run, store: BookStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(usage_queue, "_CLOSE_S", 0.05)
     routers: list[Any] = []
 
     async def test(cluster: Any) -> None:
