@@ -40,7 +40,8 @@ expensive with many workers."""
 _WORTH_TOKENS = 32
 """A stream with fewer tokens to come is left where it is, unless that worker is full or drains."""
 _FIRST_RETRY_S = 0.25
-_LONGEST_RETRY_S = 8.0
+_MOST_DOUBLINGS = 5
+"""A stream whose moves fail again and again is tried every eight seconds."""
 
 
 class Migrator:
@@ -183,9 +184,8 @@ class Migrator:
             running.sending = None
             self._moved_at = time.monotonic()
             if outcome != "moved":
-                running.retry_at = asyncio.get_running_loop().time() + min(
-                    _FIRST_RETRY_S * 2.0**running.failures, _LONGEST_RETRY_S
-                )
+                pause_s = _FIRST_RETRY_S * 2.0 ** min(running.failures, _MOST_DOUBLINGS)
+                running.retry_at = asyncio.get_running_loop().time() + pause_s
                 running.failures += 1
             self._metrics.migrated(reason, outcome)
 

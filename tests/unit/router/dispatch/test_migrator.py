@@ -11,10 +11,12 @@ from typing import Any, cast
 import pytest
 
 from configs.schema import ClusterConfig
+from protocol.errors import OverloadedError
 from protocol.messages.workers import Duty
 from protocol.sampling import SamplingParams
 from router.dispatch.claim import Claim
 from router.dispatch.journal import Journal
+from router.dispatch.links import WorkerLink
 from router.dispatch.migrator import Migrator
 from router.dispatch.reservation import Room, reserve
 from router.dispatch.running import Running
@@ -127,5 +129,26 @@ def test_a_stream_that_ends_while_others_find_their_places_is_not_moved(monkeypa
         assert left.sending is None
         assert idle.claims.in_flight == 1
         await migrator.close()
+
+    run_in_simulated_time(scenario())
+
+
+@pytest.mark.parametrize(("failures", "pause_s"), [(0, 0.25), (4, 4.0), (5, 8.0), (5000, 8.0)])
+def test_a_stream_that_can_not_be_moved_is_tried_more_and_more_rarely(
+    monkeypatch: pytest.MonkeyPatch, failures: int, pause_s: float
+) -> None:
+    """However often its moves have failed."""
+
+    async def scenario() -> None:
+        migrator = _draining(monkeypatch, 1, [])
+        [running] = migrator._running
+        running.failures = failures
+
+        async def full(*args: object) -> None:
+            raise OverloadedError("no room")
+
+        monkeypatch.setattr(running.claim, "move", full)
+        await migrator._move(running, cast(WorkerLink, Idle()), 10, "drain")
+        assert (running.failures, running.retry_at) == (failures + 1, pause_s)
 
     run_in_simulated_time(scenario())
