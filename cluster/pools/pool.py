@@ -31,6 +31,8 @@ from protocol.messages.workers import Duty, Role, WorkerRef
 MAX_WORKERS = 1024
 FIRST_RETRY_S = 1.0
 MAX_RETRY_S = 30.0
+_MOST_DOUBLINGS = 5
+"""So often doubled, the first pause is as long as the longest."""
 STEADY_S = 30.0
 """Seconds for which a worker must have been READY, so that its end counts as an accident and not as one more of a row."""
 RESUMPTION_S = 3.0
@@ -312,7 +314,8 @@ class Pool:
     def _delay_s(self, lost: Member, quick_ends: int) -> float:
         """Seconds before the next life of a worker that was lost, with so many lives in a row that ended soon."""
         # One may be an accident (the node went away meanwhile); only a row of them is worth waiting for.
-        pause_s = min(FIRST_RETRY_S * 2.0 ** (quick_ends - 2), MAX_RETRY_S) if quick_ends >= 2 else 0.0
+        doublings = min(quick_ends - 2, _MOST_DOUBLINGS)
+        pause_s = min(FIRST_RETRY_S * 2.0**doublings, MAX_RETRY_S) if quick_ends >= 2 else 0.0
         others = [member for member in self._members.values() if member is not lost]
         if lost.info.state is WorkerState.READY and any(other.info.state is WorkerState.READY for other in others):
             return max(RESUMPTION_S, pause_s)

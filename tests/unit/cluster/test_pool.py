@@ -64,13 +64,13 @@ def test_only_repeated_start_failures_wait_and_a_steady_life_resets_them() -> No
     pool = Pool(Role.PREFILL, WorkerIds())
     pool.scale(1)
     delays = []
-    for epoch in range(1, 10):
+    for epoch in range(1, 1101):  # a day of them
         (action,) = pool.lost("worker-0", epoch, "no such device")
         assert isinstance(action, Start)
         delays.append(action.delay_s)
-    assert delays == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
-    ready(pool, "worker-0", 10)
-    assert pool.lost("worker-0", 10, "killed", ready_s=STEADY_S) == [Start("worker-0", 11, 0.0)]
+    assert delays == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0] + [30.0] * 1094
+    ready(pool, "worker-0", 1101)
+    assert pool.lost("worker-0", 1101, "killed", ready_s=STEADY_S) == [Start("worker-0", 1102, 0.0)]
 
 
 def test_a_ready_worker_that_dies_again_and_again_waits_longer_each_time() -> None:
