@@ -14,6 +14,7 @@ Whoever takes a place, or reads, removes the gauges of routers that have ended: 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import time
@@ -50,8 +51,10 @@ class CountsReader(Collector):
     def collect(self) -> Iterator[Metric]:
         """What all routers have counted that ever had a place here, and the gauges of those that have one now."""
         for path in self._folder.glob(_LOCKS):
-            if (lock := _locked(path)) is not None:
-                mark_process_dead(path.stem, str(self._folder))
+            # Shared: whoever counts the places meanwhile must not take this one for a router's.
+            if (lock := _locked(path, fcntl.LOCK_SH)) is not None:
+                with contextlib.suppress(FileNotFoundError):  # another reader has removed it in between
+                    mark_process_dead(path.stem, str(self._folder))
                 os.close(lock)
         yield from MultiProcessCollector(None, str(self._folder)).collect()
 

@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from telemetry import counts_folder
 from telemetry.counts_folder import CountsReader, num_places
 from telemetry.elsewhere import Merged
 
@@ -174,6 +175,26 @@ def test_routers_of_two_nodes_are_told_apart_and_together(start: Start, tmp_path
     assert waiting == {"router-0", "router-10.0.0.7-0"}, "what has ended waits for nothing"
     assert text.count("# TYPE tandem:time_to_first_token_seconds ") == 1
     assert text.count('time_to_first_token_seconds_bucket{le="+Inf"') == 3
+
+
+def test_a_router_that_has_ended_is_none_while_somebody_reads(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = start()
+    one.does("folder.note_ready()")
+    one.kill()
+    reader, found = CountsReader(tmp_path / "counts"), []
+
+    def removed_by_another(place: str, folder: str) -> None:
+        found.append((reader.num_ready(), num_places(Path(folder))))
+        remove(place, folder)
+        raise FileNotFoundError(place)
+
+    remove = counts_folder.mark_process_dead
+    monkeypatch.setattr(counts_folder, "mark_process_dead", removed_by_another)
+    families = {family.name for family in reader.collect()}
+    assert found == [(0, 0)]
+    assert "tandem:generation_tokens" in families
 
 
 def registered(collector: Collector) -> CollectorRegistry:
