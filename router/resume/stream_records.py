@@ -16,8 +16,9 @@ push out what another keeps within an equal share.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Literal, Protocol
@@ -111,10 +112,14 @@ class StreamRecords:
     A record is forgotten `retention_s` after it was last touched, and earlier if others need its room.
     """
 
-    def __init__(self, max_streams: int, max_bytes: int, retention_s: float) -> None:
+    def __init__(
+        self, max_streams: int, max_bytes: int, retention_s: float, wall_clock: Callable[[], float] = time.time
+    ) -> None:
+        """`wall_clock` gives the seconds since 1970. A request that began later than that is taken for an old one."""
         self._max_streams = max_streams
         self._max_bytes = max_bytes
         self._retention_s = retention_s
+        self._wall_clock = wall_clock
         self._shelves: dict[str, _Shelf] = {}
         """By tenant; none is empty."""
         self._num_streams = 0
@@ -152,7 +157,7 @@ class StreamRecords:
         if chunks is None:
             return None
         record = self._shelves[key.tenant].records[key]
-        if record.began > began:
+        if self._is_newer(record, began):
             return WriteOutcome.TAKEN
         record.owner, record.began = owner, began
         self._touch(key, record, now)
@@ -167,7 +172,7 @@ class StreamRecords:
     def _write(self, entry: Entry, now: float) -> WriteOutcome:
         key = entry.key
         record = self._find(key)
-        if entry.number == 0 and (record is None or record.began <= entry.began):
+        if entry.number == 0 and (record is None or not self._is_newer(record, entry.began)):
             self._forget(key)
             record = self._shelves.setdefault(key.tenant, _Shelf()).records[key] = _Record(entry.owner, entry.began, now)
             self._num_streams += 1
@@ -184,6 +189,14 @@ class StreamRecords:
         self._touch(key, record, now)
         self._make_room(key.tenant)
         return WriteOutcome.LOST if self._find(key) is None else WriteOutcome.KEPT
+
+    def _is_newer(self, record: _Record, began: float) -> bool:
+        """Whether the record's request came after one that began at `began`.
+
+        The clocks of two routers may differ, and a clock may be set back. A record of the future is one of such a clock, and
+        its client must not be told that somebody else has its stream.
+        """
+        return began < record.began <= self._wall_clock()
 
     def _make_room(self, writer: str) -> None:
         """Forget records until the bounds hold. Among tenants that have equally much, the `writer` gives up its own."""

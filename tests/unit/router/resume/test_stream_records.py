@@ -117,6 +117,18 @@ def test_an_older_request_takes_nothing_from_a_newer_one() -> None:
     assert records.read(at, 0, 0.0) == [b"x"]
 
 
+def test_a_clock_that_was_set_back_takes_no_stream_from_its_client() -> None:
+    """Nor does that of another router, which is ahead."""
+    clock = [1000.5]
+    records, at = StreamRecords(10, 100_000, 60.0, lambda: clock[0]), key("a")
+    assert records.write([Entry(at, "me", 1000.0, 0, b"x")], 0.0) == [WriteOutcome.KEPT]
+    clock[0] = 946.0
+    assert records.take_over(at, "back", 945.0, 0, 1.0) == [b"x"]
+    assert records.take_over(at, "older", 944.0, 0, 1.0) is WriteOutcome.TAKEN, "by the same clock"
+    assert records.write([Entry(at, "ahead", 1000.0, 0, b"y")], 1.0) == [WriteOutcome.KEPT]
+    assert records.write([Entry(at, "newest", 945.5, 0, b"z")], 1.0) == [WriteOutcome.KEPT]
+
+
 def test_who_came_back_later_keeps_the_stream() -> None:
     """The router of its client's first try was held, and goes on when the second one has the stream."""
     records, at = StreamRecords(10, 100_000, 60.0), key("a")
