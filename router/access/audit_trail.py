@@ -14,6 +14,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from router.access.callers import Caller
@@ -30,7 +31,7 @@ MAX_QUEUED = 1000
 _PAUSE_S = 1.0
 """Seconds between two writes, and before a write that failed is tried again."""
 _APPEND_S = 10.0
-"""Seconds that the owner of the log has to write lines."""
+"""Seconds that the owner of the log has to write lines, before the log of the router says that it is slow."""
 _CLOSE_S = 5.0
 """Seconds that the owner of the log has for what waits at the end."""
 _REFUSED = (401, 403)
@@ -44,7 +45,16 @@ class AuditStore(Protocol):
     """Where lines of the audit log go."""
 
     async def append(self, lines: Sequence[Line]) -> None:
-        """Add lines to the audit log. After an exception they are sent again, so who is only slow writes them twice."""
+        """Add lines to the audit log. After an exception they are sent again, though they may be there."""
+
+
+@dataclass(frozen=True)
+class _Append:
+    """A call that the owner of the log has not answered yet."""
+
+    call: asyncio.Future[None]
+    num_lines: int
+    num_left_out: int
 
 
 class AuditQueue:
@@ -59,6 +69,8 @@ class AuditQueue:
         self._news = asyncio.Event()
         self._closing = asyncio.Event()
         self._writing: asyncio.Task[None] | None = None
+        self._append: _Append | None = None
+        """The one that is under way. Another one would write its lines twice."""
 
     def start(self) -> None:
         """Begin to write queued lines."""
@@ -74,6 +86,8 @@ class AuditQueue:
             if not done:
                 writing.cancel()
             await asyncio.gather(writing, return_exceptions=True)
+            if self._append is not None:
+                self._append.call.cancel()
             if self._lines:
                 log.error("%d lines of the audit log are lost: its owner did not answer", len(self._lines))
 
@@ -107,25 +121,38 @@ class AuditQueue:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_PAUSE_S):
                     await self._closing.wait()
-        await self._write_once()
+        written = await self._write_once()
+        while not written:
+            await asyncio.sleep(_PAUSE_S)
+            written = await self._write_once()
 
     async def _write_once(self) -> bool:
-        """Whether all that waited is written."""
+        """Write what waits, or wait once more for the call that does. Returns whether nothing waits any more."""
+        append = self._append = self._append or self._begun()
+        if append is None:
+            return True
+        await asyncio.wait((append.call,), timeout=_APPEND_S)
+        if not append.call.done():
+            log.warning("%d lines wait for the audit log: it is slow", len(self._lines))
+            return False
+        self._append = None
+        error = append.call.exception()
+        if error is not None:  # whatever ails the owner of the log, serving goes on without it
+            log.warning("%d lines wait for the audit log: %s", len(self._lines), type(error).__name__)
+            return False
+        for _ in range(append.num_lines):
+            self._lines.popleft()
+        self._num_left_out -= append.num_left_out
+        return not self._lines and not self._num_left_out
+
+    def _begun(self) -> _Append | None:
+        """A call that writes all that waits; None if nothing does."""
         lines, num_left_out = list(self._lines), self._num_left_out
         if num_left_out:
             lines.append(audit_line("left_out", count=num_left_out))
         if not lines:
-            return True
-        try:
-            async with asyncio.timeout(_APPEND_S):
-                await self._store.append(lines)
-        except Exception as error:  # noqa: BLE001 (whatever ails the owner of the log, serving goes on without it)
-            log.warning("%d lines wait for the audit log: %s", len(lines), type(error).__name__)
-            return False
-        for _ in range(len(lines) - bool(num_left_out)):
-            self._lines.popleft()
-        self._num_left_out -= num_left_out
-        return True
+            return None
+        return _Append(asyncio.ensure_future(self._store.append(lines)), len(self._lines), num_left_out)
 
 
 class AuditTrail:

@@ -29,7 +29,7 @@ class RayAuditStore:
         self._keeper = keeper
 
     async def append(self, lines: Sequence[Line]) -> None:
-        """Add the lines. Any exception means that none was added."""
+        """Add the lines. Any exception means that they may be there, or not."""
         await self._keeper.append.remote(lines)
 
 

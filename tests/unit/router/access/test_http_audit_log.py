@@ -168,6 +168,58 @@ def test_the_end_writes_each_line_once_and_waits_for_no_owner(monkeypatch: pytes
     asyncio.run(main())
 
 
+def test_a_slow_owner_of_the_log_gets_each_line_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever gives up waiting for a call takes back nothing of it."""
+    monkeypatch.setattr(audit_trail, "_APPEND_S", 0.01)
+
+    async def main() -> None:
+        store, calls = Written(), list[asyncio.Task[None]]()
+
+        class Slow:
+            async def append(self, lines: Sequence[Line]) -> None:
+                calls.append(asyncio.ensure_future(self._write(lines, 0.0 if calls else 0.03)))
+                await asyncio.shield(calls[-1])
+
+            async def _write(self, lines: Sequence[Line], takes_s: float) -> None:
+                await asyncio.sleep(takes_s)
+                await store.append(lines)
+
+        queue = AuditQueue(Slow())
+        queue.start()
+        queue.done(audit_line("scale", decode=1))
+        async with asyncio.timeout(5):
+            while not calls:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            queue.done(audit_line("scale", decode=2))
+            while len(store.lines) < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        await queue.close()
+        await asyncio.gather(*calls)
+        assert [line["decode"] for line in store.lines] == [1, 2]
+
+    asyncio.run(main())
+
+
+def test_the_end_tries_again() -> None:
+    async def main() -> None:
+        class Restarting(Written):
+            num_failures = 2
+
+            async def append(self, lines: Sequence[Line]) -> None:
+                self.num_failures -= 1
+                self.away = self.num_failures >= 0
+                await super().append(lines)
+
+        store = Restarting()
+        queue = AuditQueue(store)
+        queue.start()
+        queue.done(audit_line("scale", decode=1))
+        await queue.close()
+        assert store.events() == ["scale"]
+
+    asyncio.run(main())
+
+
 def test_lines_wait_for_the_owner_of_the_log_up_to_a_bound() -> None:
     async def main() -> None:
         store = Written()
@@ -214,28 +266,3 @@ def test_what_was_ordered_is_noted_also_if_nobody_gets_an_answer(error: BaseExce
 
     [line] = asyncio.run(main())
     assert (line["event"], line["decode"], line["status"]) == ("scale", 1, status)
-
-
-def test_an_owner_that_never_answers_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(audit_trail, "_APPEND_S", 0.02)
-
-    class Stuck(Written):
-        stuck = True
-
-        async def append(self, lines: Sequence[Line]) -> None:
-            if self.stuck:
-                self.stuck = False
-                await asyncio.Event().wait()
-            await super().append(lines)
-
-    async def main() -> None:
-        store = Stuck()
-        queue = AuditQueue(store)
-        queue.start()
-        queue.done(audit_line("scale", decode=1))
-        async with asyncio.timeout(5):
-            while not store.lines:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-        await queue.close()
-
-    asyncio.run(main())
