@@ -165,9 +165,9 @@ class Claim:
         return [self.decode] if self.computes is self.decode else [self.computes, self.decode]
 
     @property
-    def deaths(self) -> list[WorkerLife]:
-        """The lives of its workers that have ended."""
-        return [link.life for link in self.workers if link.died]
+    def deaths(self) -> dict[WorkerLife, float]:
+        """The lives of its workers that have ended, and when, by `time.monotonic`. The prefill worker's may be long ago."""
+        return {link.life: link.died_at for link in self.workers if link.died_at is not None}
 
     @property
     def given_up(self) -> bool:

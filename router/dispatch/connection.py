@@ -36,8 +36,8 @@ class Connection:
         self.ref = ref
         self.gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Done, with the reason, when the connection is lost."""
-        self.died = False
-        """It is lost because it broke, as it does when the worker's process ends."""
+        self.died_at: float | None = None
+        """When it broke, by `time.monotonic`, as it does when the worker's process ends. None unless it is lost by that."""
         self.progress_at = time.monotonic()
         """When the worker last showed that it works, or last had nothing to do."""
         self._client = CallClient(client, on_message, on_late_failure)
@@ -86,7 +86,7 @@ class Connection:
         if self.given_up:
             self.lose("the worker had given this router up")
         elif not self.gone.done():
-            self.died = True
+            self.died_at = time.monotonic()
             self.lose("the connection broke")
 
     def lost_error(self) -> WorkerLostError:

@@ -125,7 +125,12 @@ class WorkerLink:
     @property
     def died(self) -> bool:
         """The link is lost because the connection broke, as it does when the worker's process ends."""
-        return self.connection.died
+        return self.died_at is not None
+
+    @property
+    def died_at(self) -> float | None:
+        """When the connection broke, by `time.monotonic`; None unless the link is lost by that."""
+        return self.connection.died_at
 
     @property
     def fresh(self) -> bool:

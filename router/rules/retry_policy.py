@@ -15,7 +15,7 @@ Where workers die of other causes too, a death while a suspect runs proves less.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Mapping
 
 from protocol.errors import PoisonError, UnavailableError, WorkerLostError
 from protocol.messages.workers import WorkerLife
@@ -41,10 +41,10 @@ class RecentDeaths:
     def __init__(self) -> None:
         self._at: dict[WorkerLife, float] = {}
 
-    def note(self, lives: Iterable[WorkerLife], now: float) -> None:
-        """Remember that these lives have ended, and forget the old ones. `now` is in seconds, on one clock for all calls."""
-        for life in lives:
-            self._at.setdefault(life, now)
+    def note(self, deaths: Mapping[WorkerLife, float], now: float) -> None:
+        """Remember when these lives have ended, and forget the old ones. All times are in seconds, on one clock."""
+        for life, at in deaths.items():
+            self._at.setdefault(life, at)
         self._at = {life: at for life, at in self._at.items() if now - at < _MEMORY_S}
 
     def any_but(self, lives: Container[WorkerLife]) -> bool:

@@ -179,7 +179,7 @@ def test_who_asks_over_a_lost_connection_is_not_told_of_another_worker() -> None
         with pytest.raises(WorkerLostError, match="decode-0 was lost"):
             await connection.ask(Audit, 5)
         assert connection.gone.done()
-        assert connection.died
+        assert connection.died_at is not None
         client.close()
 
     asyncio.run(asyncio.wait_for(scenario(), 10))

@@ -102,7 +102,7 @@ class _Admission:
     async def admit(self, attempt_id: str, journal: Journal, deadline: float, *, retried: bool, avoid: object) -> Any:
         left_s = deadline - asyncio.get_running_loop().time()
         assert left_s > QUEUE_S - 1.0, "the time behind other suspects counts"
-        claim = _Claim(decoded=False, deaths=[], killed=None, given_up=False)
+        claim = _Claim(decoded=False, deaths={}, killed=None, given_up=False)
         claim.computes.ref.computation = "a"
         claim.prefill_s = 3 * QUEUE_S if journal.num_tokens == LONG else 0.1
         if retried:
@@ -145,7 +145,7 @@ def test_a_router_that_was_held_says_nothing_of_a_new_configuration(given_up: bo
 
     async def main() -> None:
         admission, watch = AsyncMock(), MagicMock()
-        claims = [_Claim(decoded=False, deaths=[], killed=None, given_up=given_up) for _ in range(2)]
+        claims = [_Claim(decoded=False, deaths={}, killed=None, given_up=given_up) for _ in range(2)]
         for claim in claims:
             claim.computes.ref.computation = "a"
         claims[0].dies = True

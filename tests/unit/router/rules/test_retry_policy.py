@@ -37,7 +37,7 @@ def test_only_deaths_without_a_token_between_them_count(happened: list[str], tok
         error = KvTransferError("damaged") if event == "transfer" else LOST
         life = WorkerLife("w", number)
         if event != "transfer":
-            deaths.note([life], number * gap_s)
+            deaths.note({life: number * gap_s}, number * gap_s)
             died[number] = number * gap_s
         mine += [number] if event == "kill" else []
         failures += event == "transfer"
@@ -56,6 +56,14 @@ def test_only_deaths_without_a_token_between_them_count(happened: list[str], tok
             return
         policy.failed(error, emitted, killed)
         assert policy.suspected == bool(mine)
+
+
+def test_a_death_of_long_ago_is_no_recent_one() -> None:
+    """A stream that fails after an hour names the prefill worker, which may have died when it had just begun."""
+    deaths, old, new = RecentDeaths(), WorkerLife("worker-0", 1), WorkerLife("worker-1", 1)
+    deaths.note({old: 0.0, new: 59.0}, 61.0)
+    assert deaths.any_but([])
+    assert not deaths.any_but([new])
 
 
 @pytest.mark.parametrize("stream", [False, True])
