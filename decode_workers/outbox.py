@@ -1,4 +1,4 @@
-"""Tokens on their way to the routers: one frame per router and step."""
+"""Tokens on their way to the routers: one frame per router and step, or some where there are many streams."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from typing import Any
 
 from protocol.messages.decode import StreamOutput, TokenFrame
 
+_MOST_OUTPUTS = 256
+"""In one frame. With ten tokens each, and 20 logprobs of each token, they are within what `protocol.codec` lets through."""
+
 
 class Outbox:
-    """Collects what a step produced and sends it as one frame per router. `send` must not block."""
+    """Collects what a step produced and sends it to each router, in one frame unless it is too much. `send` must not block."""
 
     def __init__(self, send: Callable[[bytes, Any], None]) -> None:
         self._send = send
@@ -23,4 +26,5 @@ class Outbox:
         """Send all outputs, and with them how many seconds the step took."""
         pending, self._pending = self._pending, {}
         for owner, outputs in pending.items():
-            self._send(owner, TokenFrame(tuple(outputs), step_s))
+            for start in range(0, len(outputs), _MOST_OUTPUTS):
+                self._send(owner, TokenFrame(tuple(outputs[start : start + _MOST_OUTPUTS]), step_s))

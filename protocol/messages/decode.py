@@ -115,7 +115,10 @@ class StreamOutput:
 @message(15)
 @dataclass(frozen=True)
 class TokenFrame:
-    """What one step of a decode worker made for one router: an output for each of its streams that the step computed."""
+    """What one step of a decode worker made for one router: an output for each of its streams that the step computed.
+
+    Where these are many, they come in several frames.
+    """
 
     outputs: tuple[StreamOutput, ...]
     step_s: float
