@@ -27,7 +27,7 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
 from configs.model_files.kv_window import WHOLE, KvWindow
 from decode_workers.ticket_blocks import Cost, TicketBlocks
@@ -410,10 +410,14 @@ class Ledger:
             if entry.owner == peer or filling:
                 self.abort(entry.ticket_id)
 
-    def renew(self, owner: bytes) -> None:
-        """Renew the leases of a living router's reservations. Committed KV has to be attached in time all the same."""
+    def renew(self, owner: bytes, attaching: Container[int] = ()) -> None:
+        """Renew the leases of a living router's reservations. Committed KV has to be attached in time all the same.
+
+        `attaching` are tickets that were attached in time, and whose streams wait for their grammar.
+        """
         for entry in self._entries.values():
-            if entry.owner == owner and entry.state in (TicketState.RESERVED, TicketState.RECEIVING):
+            waits = entry.state is TicketState.COMMITTED and entry.ticket_id in attaching
+            if entry.owner == owner and (waits or entry.state in (TicketState.RESERVED, TicketState.RECEIVING)):
                 entry.deadline = self._deadline()
 
     def expire(self) -> None:

@@ -244,7 +244,7 @@ class DecodeWorker:
             self.ledger.release(message.ticket_id)
 
     def _ping(self, peer: bytes, message: Ping) -> None:
-        self.ledger.renew(peer)
+        self.ledger.renew(peer, self._attaches.waiting())
 
 
 def _tell(message: str, error: Exception | None) -> None:

@@ -326,9 +326,9 @@ class LedgerMachine(RuleBasedStateMachine):
         self.now += seconds
         self.ledger.expire()
 
-    @rule(owner=st.sampled_from(ROUTERS))
-    def ping(self, owner: bytes) -> None:
-        self.ledger.renew(owner)
+    @rule(owner=st.sampled_from(ROUTERS), attaching=st.booleans())
+    def ping(self, owner: bytes, attaching: bool) -> None:
+        self.ledger.renew(owner, self.entries if attaching else ())
 
     @invariant()
     def books_balance(self) -> None:
