@@ -13,6 +13,7 @@ from typing import IO
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.multiprocess import mark_process_dead
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
@@ -187,10 +188,9 @@ def test_a_router_that_has_ended_is_none_while_somebody_reads(
 
     def removed_by_another(place: str, folder: str) -> None:
         found.append((reader.num_ready(), num_places(Path(folder))))
-        remove(place, folder)
+        mark_process_dead(place, folder)
         raise FileNotFoundError(place)
 
-    remove = counts_folder.mark_process_dead
     monkeypatch.setattr(counts_folder, "mark_process_dead", removed_by_another)
     families = {family.name for family in reader.collect()}
     assert found == [(0, 0)]
