@@ -36,7 +36,7 @@ def model_from_gguf(path: Path, name: str) -> Model:
     """Return the model in a GGUF file, under the name that clients use. Raises ConfigError if Tandem can't serve it."""
     index = read_gguf_index(path)
     fields = Fields(str(path), index.metadata)
-    if "split.count" in fields and fields.count("split.count") > 1:
+    if fields.integer("split.count", 0) > 1:  # 0 once llama-gguf-split has joined them
         raise model_error(f"{path}: is one part of several; join them with `llama-gguf-split --merge`")
     tokenizer = _tokenizer(fields)
     return Model(_facts(index, fields, tokenizer, name), tokenizer)

@@ -38,6 +38,12 @@ def test_the_default_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "add_generation_prompt" in tokenizer.chat_template
 
 
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_file_that_was_joined_is_whole(make_gguf: Files, count: int) -> None:
+    """`llama-gguf-split --merge` leaves split.count in the file, and sets it to 0."""
+    assert model_from_gguf(make_gguf(split__count=count), "tiny").facts.name == "tiny"
+
+
 @pytest.mark.parametrize("architecture", list(Architecture))
 def test_architectures(make_gguf: Files, architecture: Architecture) -> None:
     facts = model_from_gguf(make_gguf(architecture=architecture.value), "tiny").facts
