@@ -27,6 +27,8 @@ from configs.model_files.rope import longest_context, read_rope
 
 _CONTROL, _USER_DEFINED = 3, 4
 """Kinds in tokenizer.ggml.token_type that text never merges into."""
+_UNUSED = 5
+"""The kind of ids without a token, which converters name `[PAD151665]` and so on."""
 _ENDS = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>")
 """Control tokens that end an answer whether or not the file says so, as in llama.cpp: files often name one of several."""
 _EMBEDDING, _HEAD, _ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
@@ -178,6 +180,7 @@ def _tokenizer(fields: Fields) -> TokenizerFacts:
     kinds = fields.integers("tokenizer.ggml.token_type", (1,) * len(tokens))
     if len(kinds) != len(tokens):
         raise fields.wrong("tokenizer.ggml.token_type", f"a list of {len(tokens)} kinds, one for each token")
+    tokens = tuple("" if kind == _UNUSED else token for token, kind in zip(tokens, kinds, strict=True))
 
     def found_whole(kind: int) -> dict[str, int]:
         # Some converters pad with tokens without a text, which would be found everywhere.

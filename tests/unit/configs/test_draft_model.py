@@ -39,16 +39,17 @@ def test_it_shares_the_vocabulary(make_gguf: Files) -> None:
     check_draft(drafted_by(make_gguf("same.gguf", llama__block_count=1), served), resolve(str(served)))
 
 
-def test_ids_at_the_end_that_stand_for_nothing_may_differ(make_gguf: Files) -> None:
+@pytest.mark.parametrize(("filler", "kind"), [(["", ""], 1), (["[PAD261]", "[PAD262]"], 5)])
+def test_ids_at_the_end_that_stand_for_nothing_may_differ(make_gguf: Files, filler: list[str], kind: int) -> None:
     """Models of one family pad their vocabularies to different sizes."""
     served = make_gguf("served.gguf")
     model = resolve(str(served))
     assert model.tokenizer.byte_level_bpe is not None
-    tokens = [*model.tokenizer.byte_level_bpe.tokens, "", ""]
+    tokens = [*model.tokenizer.byte_level_bpe.tokens, *filler]
     padded = make_gguf(
         "padded.gguf",
         tokenizer__ggml__tokens=tokens,
-        tokenizer__ggml__token_type=[3, 3, *[1] * (len(tokens) - 2)],
+        tokenizer__ggml__token_type=[3, 3, *[1] * (len(tokens) - 4), kind, kind],
         tensors={"token_embd.weight": np.zeros((len(tokens), 32), np.float32)},
     )
     assert resolve(str(padded)).facts.vocab_size == model.facts.vocab_size + 2
