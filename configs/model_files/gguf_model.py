@@ -117,7 +117,7 @@ def _eos_token_ids(fields: Fields, tokenizer: TokenizerFacts, vocab_size: int) -
 
 
 def _declared_scaling(fields: Fields, prefix: str, first_context: int) -> RopeScaling | None:
-    """Linear scaling and YaRN, whose parameters a GGUF file names."""
+    """Linear scaling and YaRN, whose parameters a GGUF file names. A factor without a type is linear, as in llama.cpp."""
     scaling = f"{prefix}.rope.scaling."
     for key in ("yarn_log_multiplier", "alpha"):
         if fields.number(scaling + key, 0.0):
@@ -125,15 +125,21 @@ def _declared_scaling(fields: Fields, prefix: str, first_context: int) -> RopeSc
     for key in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor"):
         if fields.number(scaling + key, 1.0) != 1.0:
             raise fields.wrong(scaling + key, "1: others are not supported")
-    names = {"type": "rope_type", "factor": "factor", "original_context_length": "original_max_position_embeddings"}
-    names |= {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
-    given = {theirs: fields.raw(scaling + key) for key, theirs in names.items()}
-    kind = fields.text(scaling + "type", "none")
+    factor = scaling + "factor" if scaling + "factor" in fields else f"{prefix}.rope.scale_linear"
+    implied = "none" if fields.number(factor, 0.0) in (0.0, 1.0) else "linear"
+    kind = fields.text(scaling + "type", implied)
     if kind == "none":
         return None
     if kind not in ("linear", "yarn"):
         raise fields.wrong(scaling + "type", "none, linear or yarn")
-    used = given if kind == "yarn" else {key: given[key] for key in ("rope_type", "factor")}
+    used = {"rope_type": kind, "factor": fields.raw(factor)}
+    if kind == "yarn":
+        names = {
+            "original_context_length": "original_max_position_embeddings",
+            "yarn_beta_fast": "beta_fast",
+            "yarn_beta_slow": "beta_slow",
+        }
+        used |= {theirs: fields.raw(scaling + key) for key, theirs in names.items()}
     return read_rope(Fields(f"{fields.source}: {prefix}.rope.scaling", {"rope_scaling": used}), first_context, 10_000.0)[1]
 
 

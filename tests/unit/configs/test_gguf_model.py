@@ -155,16 +155,22 @@ def test_what_cant_be_served_is_refused_by_name(make_gguf: Files, changes: dict[
 @pytest.mark.parametrize(
     ("metadata", "scaling", "context"),
     [
-        ({"type": "linear", "factor": 2.0}, LinearScaling(2.0), 256),
+        ({"scaling__type": "linear", "scaling__factor": 2.0}, LinearScaling(2.0), 256),
+        ({"scaling__factor": 4.0}, LinearScaling(4.0), 512),
+        ({"scale_linear": 4.0}, LinearScaling(4.0), 512),
+        ({"scaling__factor": 1.0}, None, 128),
+        ({"scale_linear": 0.0}, None, 128),
+        ({"scaling__type": "none", "scaling__factor": 4.0}, None, 128),
         (
-            {"type": "yarn", "factor": 4.0, "original_context_length": 64, "attn_factor": 1.0, "yarn_ext_factor": 1.0},
+            {"scaling__type": "yarn", "scaling__factor": 4.0, "scaling__original_context_length": 64}
+            | {"scaling__attn_factor": 1.0, "scaling__yarn_ext_factor": 1.0},
             YarnScaling(4.0, 64, 0.1 * math.log(4.0) + 1.0),
             256,
         ),
     ],
 )
 def test_scalings_that_a_file_names(make_gguf: Files, metadata: dict[str, Any], scaling: Any, context: int) -> None:
-    path = make_gguf(**{f"llama__rope__scaling__{key}": value for key, value in metadata.items()})
+    path = make_gguf(**{f"llama__rope__{key}": value for key, value in metadata.items()})
     facts = model_from_gguf(path, "tiny").facts
     assert (facts.rope_scaling, facts.max_model_len) == (scaling, context)
 
