@@ -19,7 +19,7 @@ from configs.model_files.gguf_model import model_from_gguf
 from configs.model_files.hf_directory import CONFIG, checked_architecture, directory_hash, model_from_directory
 from configs.model_files.hf_hub import fetch_snapshot, local_snapshots, whole_snapshot
 from configs.model_files.packaged import SMOLLM2, fetch
-from configs.model_files.rope import with_overrides
+from configs.model_files.rope import overrides_scaling, with_overrides
 from configs.model_files.vocabulary import token_bytes
 from configs.paced.profile import load_paced_profile
 from configs.schema import ClusterConfig
@@ -43,10 +43,11 @@ class ListedModel:
     """Bytes of the model on disk, or bytes that would be fetched."""
 
 
-def resolve(name: str, served_model_name: str | None = None) -> Model:
+def resolve(name: str, served_model_name: str | None = None, scaling_overridden: bool = False) -> Model:
     """Return the model of this name, fetched if need be, with every file checked for being whole.
 
     Clients call it `served_model_name`; by default the name itself or, for a path, its last part without `.gguf`.
+    The scaling of its positions may be any where the operator's is going to replace it (`scaling_overridden`).
     Fetching and hashing show progress on stderr when that is a terminal: call this before opening a live display.
     Raises ConfigError (param `model`) if there is no such model or Tandem can't serve it, UnavailableError if it has to be
     fetched and can't be now.
@@ -62,13 +63,13 @@ def resolve(name: str, served_model_name: str | None = None) -> Model:
     if is_folder:
         if not has_config:
             raise model_error(f"{path}: the directory has no {CONFIG}")
-        return model_from_directory(path.absolute(), served_model_name or path.absolute().name)
+        return model_from_directory(path.absolute(), served_model_name or path.absolute().name, scaling_overridden)
     if is_file:
-        return model_from_gguf(path.absolute(), served_model_name or path.name.removesuffix(".gguf"))
+        return model_from_gguf(path.absolute(), served_model_name or path.name.removesuffix(".gguf"), scaling_overridden)
     if name.startswith(("/", ".", "~")) or name.endswith(".gguf"):
         raise model_error(f"{path}: no such file or directory")
     if _HUB_ID.fullmatch(name):
-        return model_from_directory(fetch_snapshot(name), served_model_name or name)
+        return model_from_directory(fetch_snapshot(name), served_model_name or name, scaling_overridden)
     close = difflib.get_close_matches(name, _PACKAGED, n=1)
     hint = f"; did you mean {close[0]}?" if close else ""
     known = ", ".join(_PACKAGED)
@@ -81,7 +82,7 @@ def resolve_for(config: ClusterConfig) -> Model:
 
     Paced workers need its tokenizer alone; how long a context is says their profile.
     """
-    model = resolve(config.model, config.served_model_name)
+    model = resolve(config.model, config.served_model_name, overrides_scaling(config.hf_overrides))
     model = replace(model, facts=with_overrides(model.facts, config.hf_overrides, config.max_model_len))
     if config.engine == "paced":
         context_tokens = load_paced_profile(config.paced_profile).context_tokens

@@ -24,6 +24,7 @@ from configs.fields import Fields, model_error
 from configs.model_files.bpe_patterns import BY_GGUF_NAME
 from configs.model_files.gguf_file import GgufIndex, read_gguf_index
 from configs.model_files.rope import longest_context, read_rope
+from protocol.errors import ConfigError
 
 _CONTROL, _USER_DEFINED = 3, 4
 """Kinds in tokenizer.ggml.token_type that text never merges into."""
@@ -34,17 +35,20 @@ _ENDS = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endofte
 _EMBEDDING, _HEAD, _ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 
 
-def model_from_gguf(path: Path, name: str) -> Model:
-    """Return the model in a GGUF file, under the name that clients use. Raises ConfigError if Tandem can't serve it."""
+def model_from_gguf(path: Path, name: str, scaling_overridden: bool = False) -> Model:
+    """Return the model in a GGUF file, under the name that clients use.
+
+    Raises ConfigError if Tandem can't serve it. Where the scaling of its positions is overridden, its own may be any.
+    """
     index = read_gguf_index(path)
     fields = Fields(str(path), index.metadata)
     if fields.integer("split.count", 0) > 1:  # 0 once llama-gguf-split has joined them
         raise model_error(f"{path}: is one part of several; join them with `llama-gguf-split --merge`")
     tokenizer = _tokenizer(fields)
-    return Model(_facts(index, fields, tokenizer, name), tokenizer)
+    return Model(_facts(index, fields, tokenizer, name, scaling_overridden), tokenizer)
 
 
-def _facts(index: GgufIndex, fields: Fields, tokenizer: TokenizerFacts, name: str) -> ModelFacts:
+def _facts(index: GgufIndex, fields: Fields, tokenizer: TokenizerFacts, name: str, scaling_overridden: bool) -> ModelFacts:
     architecture = _architecture(fields)
     prefix = architecture.value
     _refuse_unsupported(fields, prefix)
@@ -65,7 +69,13 @@ def _facts(index: GgufIndex, fields: Fields, tokenizer: TokenizerFacts, name: st
     if len(tokenizer.byte_level_bpe.tokens) > embedding.shape[0]:
         raise fields.wrong("tokenizer.ggml.tokens", f"at most the {embedding.shape[0]} rows of the embedding")
     first_context = fields.count(f"{prefix}.context_length")
-    rope_scaling = _declared_scaling(fields, prefix, first_context) or _llama3_scaling(index, head_dim, rope_theta)
+    try:
+        rope_scaling = _declared_scaling(fields, prefix, first_context) or _llama3_scaling(index, head_dim, rope_theta)
+    except ConfigError:
+        if not scaling_overridden:
+            raise
+        original, rope_scaling = f"{prefix}.rope.scaling.original_context_length", None
+        first_context = fields.count(original, first_context)
     return ModelFacts(
         name=name,
         architecture=architecture,

@@ -15,8 +15,9 @@ from configs.cache import file_sha256
 from configs.facts import Architecture, Model, ModelFacts, WeightFormat
 from configs.fields import Fields, model_error, read_json
 from configs.model_files.hf_tokenizer import read_tokenizer
-from configs.model_files.rope import longest_context, read_rope
+from configs.model_files.rope import longest_context, read_rope, read_unscaled
 from configs.model_files.safetensors_file import check_safetensors
+from protocol.errors import ConfigError
 
 CONFIG, GENERATION_CONFIG, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -37,12 +38,12 @@ _DEFAULT_KV_HEADS = {_MISTRAL: 8, "Qwen2ForCausalLM": 32, "Qwen3ForCausalLM": 32
 _DEFAULT_EOS = {"LlamaForCausalLM": (2,), _MISTRAL: (2,)}
 
 
-def model_from_directory(folder: Path, name: str) -> Model:
+def model_from_directory(folder: Path, name: str, scaling_overridden: bool = False) -> Model:
     """Return the model in a Hugging Face directory, under the name that clients use.
 
-    Raises ConfigError if Tandem can't serve it.
+    Raises ConfigError if Tandem can't serve it. Where the scaling of its positions is overridden, its own may be any.
     """
-    facts = facts_from_directory(folder, name)
+    facts = facts_from_directory(folder, name, scaling_overridden)
     tokenizer = read_tokenizer(folder)
     bpe = tokenizer.byte_level_bpe
     known = [*tokenizer.special_tokens.values(), *tokenizer.user_tokens.values(), len(bpe.tokens) - 1 if bpe else 0]
@@ -55,8 +56,11 @@ def model_from_directory(folder: Path, name: str) -> Model:
     return Model(facts, tokenizer)
 
 
-def facts_from_directory(folder: Path, name: str) -> ModelFacts:
-    """Return the facts that config.json and the weight files tell. Raises ConfigError if Tandem can't serve the model."""
+def facts_from_directory(folder: Path, name: str, scaling_overridden: bool = False) -> ModelFacts:
+    """Return the facts that config.json and the weight files tell.
+
+    Raises ConfigError if Tandem can't serve the model. Where the scaling of its positions is overridden, its own may be any.
+    """
     config = read_json(folder / CONFIG)
     architecture = checked_architecture(config)
     weight_files = weight_files_of(folder)
@@ -66,7 +70,12 @@ def facts_from_directory(folder: Path, name: str) -> ModelFacts:
     head_dim, num_kv_heads = _heads(config, architecture)
     first_context = config.count("max_position_embeddings", _DEFAULT_CONTEXT[_named(config)])
     num_layers = config.count("num_hidden_layers")
-    rope_theta, rope_scaling = read_rope(config, first_context, 10_000.0)
+    try:
+        rope_theta, rope_scaling = read_rope(config, first_context, 10_000.0)
+    except ConfigError:
+        if not scaling_overridden:
+            raise
+        (rope_theta, first_context), rope_scaling = read_unscaled(config, first_context, 10_000.0), None
     return ModelFacts(
         name=name,
         architecture=architecture,

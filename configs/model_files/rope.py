@@ -45,8 +45,7 @@ def read_rope(config: Fields, first_context: int, default_theta: float) -> tuple
     `max_position_embeddings`. An `original_max_position_embeddings`
     beside them goes before one in them. Raises ConfigError for what is not known or can't be.
     """
-    rope = config.section("rope_parameters" if "rope_parameters" in config else "rope_scaling")
-    theta = rope.positive("rope_theta", config.positive("rope_theta", default_theta))
+    rope, theta = _section(config), _theta(config, default_theta)
     kind_key = "rope_type" if "rope_type" in rope else "type"
     kind = rope.text(kind_key, "default")
     if kind not in _KEYS:
@@ -65,6 +64,22 @@ def read_rope(config: Fields, first_context: int, default_theta: float) -> tuple
         return theta, DynamicScaling(factor, first_context)
     original = config.count(_ORIGINAL, rope.count(_ORIGINAL, first_context))
     return theta, _yarn(rope, theta, factor, original) if kind == "yarn" else _llama3(rope, factor, original)
+
+
+def read_unscaled(config: Fields, first_context: int, default_theta: float) -> tuple[float, int]:
+    """Return the base of the rotary frequencies, and the context before any scaling, which may be of a kind that is not known.
+
+    `config` and `first_context` are as in `read_rope`. YaRN's context is the length that it is stretched from.
+    """
+    rope = _section(config)
+    if "yarn" in (rope.raw("rope_type"), rope.raw("type")):
+        first_context = config.count(_ORIGINAL, rope.count(_ORIGINAL, first_context))
+    return _theta(config, default_theta), first_context
+
+
+def overrides_scaling(overrides: Mapping[str, Any]) -> bool:
+    """Tell whether an operator's overrides replace the scaling that a model's files declare."""
+    return any(section in overrides for section in _SECTIONS)
 
 
 def longest_context(first_context: int, scaling: RopeScaling | None) -> int:
@@ -140,10 +155,18 @@ def _overridden(facts: ModelFacts, overrides: Mapping[str, Any]) -> ModelFacts:
         theta, scaling = read_rope(fields, first, facts.rope_theta)
     except ConfigError as error:
         raise ConfigError(error.message, param="hf_overrides") from None
-    if "rope_parameters" not in fields and "rope_scaling" not in fields:
+    if not overrides_scaling(overrides):
         own = facts.rope_scaling
         scaling = replace(own, original_max_position=first) if isinstance(own, DynamicScaling) else own
     return replace(facts, rope_theta=theta, rope_scaling=scaling, max_model_len=longest_context(first, scaling))
+
+
+def _section(config: Fields) -> Fields:
+    return config.section("rope_parameters" if "rope_parameters" in config else "rope_scaling")
+
+
+def _theta(config: Fields, default: float) -> float:
+    return _section(config).positive("rope_theta", config.positive("rope_theta", default))
 
 
 def _first_context(facts: ModelFacts) -> int:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 from huggingface_hub import constants as hub_constants
 
-from configs.facts import WeightFormat
+from configs.facts import WeightFormat, YarnScaling
 from configs.model_files.packaged import SMOLLM2
 from configs.models import is_here, list_models, resolve, resolve_for
 from configs.schema import ClusterConfig
@@ -70,6 +71,25 @@ def test_a_directory(make_directory: Files) -> None:
 def test_a_cluster_names_its_model(make_gguf: Files) -> None:
     config = ClusterConfig(model=str(make_gguf()), served_model_name="shown")
     assert resolve_for(config).facts.name == "shown"
+
+
+@pytest.mark.parametrize("file", ["config.json", "gguf"])
+def test_an_override_goes_before_a_scaling_that_is_refused(make_directory: Files, make_gguf: Files, file: str) -> None:
+    """DeepSeek-R1-0528-Qwen3-8B declares a YaRN with an attn_factor, which is no key of it."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 5e5, "attn_factor": 0.9}
+    if file == "gguf":
+        scaling = {"type": "yarn", "factor": 4.0, "original_context_length": 32, "attn_factor": 0.9}
+        declared = {f"llama__rope__scaling__{key}": value for key, value in scaling.items()}
+        path = make_gguf(llama__rope__freq_base=5e5, **declared)
+    else:
+        path = make_directory(rope_parameters=yarn)
+    for overrides in ({}, {"rope_theta": 1e6}):
+        with pytest.raises(ConfigError, match="attn_factor"):
+            resolve_for(ClusterConfig(model=str(path), hf_overrides=overrides))
+    stretched = {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}
+    facts = resolve_for(ClusterConfig(model=str(path), hf_overrides=stretched)).facts
+    assert facts.rope_scaling == YarnScaling(2.0, 32, 0.1 * math.log(2.0) + 1.0)
+    assert (facts.rope_theta, facts.max_model_len) == (5e5, 64)
 
 
 def test_a_hub_model_in_the_cache(hub_cache: Path, make_directory: Files) -> None:
