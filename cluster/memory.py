@@ -15,11 +15,16 @@ pool and weights lie in the GPU's own memory, and Ray's resources say how many w
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 
 from configs.facts import ModelFacts, WeightFormat, kv_head_bytes
 from configs.machine import processor_features
+from configs.model_files.gguf_file import read_gguf_index
 from configs.model_files.kv_window import AT_ONCE, KvWindow
 from configs.models import draft_facts
 from configs.paced.profile import TOKEN_BYTES, load_paced_profile
@@ -40,10 +45,10 @@ ROUTER_BYTES = 300_000_000
 """Memory of each further router: 214 MB after the start (SmolLM2, AMD EPYC, 2026-11-27), and room for requests."""
 _PAGE_BYTES = 4096
 _SHOWN_BYTES = 50_000_000
-_QUANTIZED_BYTES = {"int8": 1.125, "int4": 0.625, "auto": 1.125}
-"""Bytes of one weight with its share of a scale and a minimum; `auto` is of a GGUF file, at most."""
-_STORED_QUANTIZED = 1.5
-"""Bytes per parameter below which a file's weights are quantized."""
+_QUANTIZED_BYTES = {"int8": 1.125, "int4": 0.625}
+"""Bytes of one weight with its share of a scale and a minimum."""
+_STORED_BYTES = {"Q4_0": 0.625, "Q4_1": 0.625, "Q8_0": 1.125}
+"""Bytes of one weight of the types in GGUF files that are multiplied as they are stored. All others are held in the dtype."""
 _NATIVE_OPERATORS = frozenset(("avx2", "fma", "f16c"))
 """Features of processors that have native operators. These compute in bfloat16, and multiply quantized weights."""
 _NATIVE_BFLOAT16 = frozenset(("avx512_bf16", "amx_bf16", "bf16"))
@@ -190,18 +195,25 @@ def _draft_bytes(config: ClusterConfig, pool: PoolConfig) -> int:
 
 
 def _all_weights_bytes(config: ClusterConfig, facts: ModelFacts) -> int:
-    return int(_num_weights(facts) * _weight_bytes(config, facts, _number_bytes(config)))
+    number_bytes, quantization = _number_bytes(config), config.quantization
+    if _has_native_operators():
+        if quantization in _QUANTIZED_BYTES:
+            return int(_num_weights(facts) * _QUANTIZED_BYTES[quantization])
+        if quantization == "auto" and facts.weight_format is WeightFormat.GGUF:
+            stored = _weights_by_type(facts.weight_files, facts.model_hash)
+            return int(sum(_STORED_BYTES.get(name, number_bytes) * num_weights for name, num_weights in stored.items()))
+    return _num_weights(facts) * number_bytes
 
 
-def _weight_bytes(config: ClusterConfig, facts: ModelFacts, dtype_bytes: int) -> float:
-    """Of a weight of a matrix."""
-    if config.quantization == "none" or not _has_native_operators():
-        return dtype_bytes
-    if config.quantization == "auto":
-        stored = sum(file.stat().st_size for file in facts.weight_files)
-        if facts.weight_format is not WeightFormat.GGUF or stored > _STORED_QUANTIZED * _num_weights(facts):
-            return dtype_bytes
-    return _QUANTIZED_BYTES[config.quantization]
+@lru_cache(maxsize=8)
+def _weights_by_type(files: tuple[Path, ...], model_hash: str) -> Mapping[str, int]:
+    """How many weights the matrices of GGUF files have, by ggml type. Files with another hash are read again."""
+    num_weights: Counter[str] = Counter()
+    for file in files:
+        for tensor in read_gguf_index(file).tensors.values():
+            if len(tensor.shape) > 1:
+                num_weights[tensor.type_name] += math.prod(tensor.shape)
+    return num_weights
 
 
 def _num_weights(facts: ModelFacts) -> int:
