@@ -170,6 +170,17 @@ def test_penalties_are_those_of_vllm(sampling: SamplingParams, prompt: list[int]
     assert token.logprobs.chosen == pytest.approx(float(torch.log_softmax(row[0], 0)[token.token_id]), abs=1e-5)
 
 
+@given(history=st.lists(st.integers(0, 19), max_size=60), penalty=st.sampled_from([0.5, 1.1, 2.0]), seed=st.integers(0, 99))
+def test_a_token_is_penalized_once_however_often_it_was_seen(history: list[int], penalty: float, seed: int) -> None:
+    """To the bit, so that a stream goes on with the same tokens in a worker of another version."""
+    row = random_logits(1, 20, seed)[0].numpy()
+    seen, factor = np.unique(np.asarray(history, dtype=np.int64)), np.float32(penalty)
+    expected = row.copy()
+    expected[seen] = np.where(row[seen] > 0, row[seen] / factor, row[seen] * factor)
+    asked = SampleRequest(replace(PLAIN, repetition_penalty=penalty), len(history), 0, history)
+    assert adjusted(row, asked).tobytes() == expected.tobytes()
+
+
 def test_neutral_sampling_adjusts_nothing() -> None:
     assert not SampleRequest(PLAIN, 10, 5, range(10)).adjusts
     assert all(SampleRequest(sampling, 10, 5, range(10)).adjusts for sampling in PENALIZED)
