@@ -62,7 +62,7 @@ def resolve(name: str, served_model_name: str | None = None, scaling_overridden:
         raise model_error(f"model {name!r:.200} can't be looked up: {error.strerror}") from None
     if is_folder:
         if not has_config:
-            raise model_error(f"{path}: the directory has no {CONFIG}")
+            raise model_error(f"{path}: the directory has no {CONFIG}{_gguf_hint(path)}")
         return model_from_directory(path.absolute(), served_model_name or path.absolute().name, scaling_overridden)
     if is_file:
         return model_from_gguf(path.absolute(), served_model_name or path.name.removesuffix(".gguf"), scaling_overridden)
@@ -74,6 +74,12 @@ def resolve(name: str, served_model_name: str | None = None, scaling_overridden:
     hint = f"; did you mean {close[0]}?" if close else ""
     known = ", ".join(_PACKAGED)
     raise model_error(f"no model {name!r:.200}: give {known}, a GGUF file, a model directory or a hub id (org/name){hint}")
+
+
+def _gguf_hint(folder: Path) -> str:
+    """What to give instead of a folder of GGUF files."""
+    found = sorted(folder.glob("*.gguf"))
+    return f"; give the path of a GGUF file in it, such as {found[0]}" if found else ""
 
 
 def resolve_for(config: ClusterConfig) -> Model:

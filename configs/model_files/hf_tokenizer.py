@@ -32,6 +32,9 @@ def read_tokenizer(folder: Path) -> TokenizerFacts:
 
     Raises ConfigError for files that are missing or damaged and for prompt decorations that Tandem doesn't make."""
     path = folder / TOKENIZER
+    if not path.exists():
+        makes_it = "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+        raise model_error(f"{path}: no such file; `{makes_it}` of transformers makes it of a tokenizer.model")
     tokenizer = read_json(path)
     config = read_json(folder / TOKENIZER_CONFIG) if (folder / TOKENIZER_CONFIG).exists() else Fields(TOKENIZER_CONFIG, {})
     added = _added_tokens(tokenizer)

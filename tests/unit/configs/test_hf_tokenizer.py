@@ -164,6 +164,11 @@ def test_chat_templates(read: Read, tmp_path: Path) -> None:
     assert read({"chat_template": "plain"}).chat_template == "from the file"
 
 
+def test_a_folder_of_sentencepiece_says_how_to_convert_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: no such file; `AutoTokenizer\.from_pretrained.*save_pretrained"):
+        read_tokenizer(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("config", "changes", "says"),
     [

@@ -217,6 +217,13 @@ def test_files_and_folders_that_are_no_models(tmp_path: Path) -> None:
         resolve(str(tmp_path / "notes.txt"))
 
 
+def test_a_folder_of_gguf_files_is_refused_with_one_of_them(make_gguf: Files) -> None:
+    make_gguf("b.gguf")
+    first = make_gguf("a.gguf")
+    with pytest.raises(ConfigError, match=rf"no config\.json; give the path of a GGUF file in it, such as {first}"):
+        resolve(str(first.parent))
+
+
 def test_resolving_needs_no_torch(make_gguf: Files, make_directory: Files) -> None:
     """The router's process never loads it, and a worker's start is short enough without a second reason to."""
     program = f"""
