@@ -38,7 +38,8 @@ def read_tokenizer(folder: Path) -> TokenizerFacts:
     tokenizer = read_json(path)
     config = read_json(folder / TOKENIZER_CONFIG) if (folder / TOKENIZER_CONFIG).exists() else Fields(TOKENIZER_CONFIG, {})
     added = _added_tokens(tokenizer)
-    first_token = _first_token(tokenizer)
+    eos_token = _named_token(config, "eos_token")
+    first_token = _first_token(tokenizer, eos_token)
     bos_token = _named_token(config, "bos_token") or first_token
     bpe = _byte_level_bpe(tokenizer, added)
     if bpe is None:
@@ -50,7 +51,7 @@ def read_tokenizer(folder: Path) -> TokenizerFacts:
         special_tokens={token["content"]: token["id"] for token in added if token.get("special")},
         user_tokens={token["content"]: token["id"] for token in added if not token.get("special")},
         bos_token=bos_token,
-        eos_token=_named_token(config, "eos_token"),
+        eos_token=eos_token,
         unk_token=_named_token(config, "unk_token"),
         prompt_bos=_prompt_bos(config, bos_token, first_token),
     )
@@ -111,8 +112,8 @@ def _prompt_bos(config: Fields, bos_token: str | None, first_token: str | None) 
     return bos_token if config.flag("add_bos_token") else None
 
 
-def _first_token(tokenizer: Fields) -> str | None:
-    """The token that the post-processor puts before a prompt. Anything else it adds is refused."""
+def _first_token(tokenizer: Fields, eos_token: str | None) -> str | None:
+    """The token that the post-processor puts before a prompt. EOS after the prompt is not heeded, anything else is refused."""
     step = tokenizer.raw("post_processor")
     steps = step.get("processors") or [] if isinstance(step, dict) and step.get("type") == "Sequence" else [step]
     first: str | None = None
@@ -120,13 +121,27 @@ def _first_token(tokenizer: Fields) -> str | None:
         match processor:
             case None | {"type": "ByteLevel"}:
                 pass
-            case {"type": "TemplateProcessing", "single": [{"Sequence": _}]}:
+            case {"type": "TemplateProcessing", "single": [{"Sequence": _}, *end]} if _is_eos(end, eos_token):
                 pass
-            case {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": str(token)}}, {"Sequence": _}]}:
+            case {
+                "type": "TemplateProcessing",
+                "single": [{"SpecialToken": {"id": str(token)}}, {"Sequence": _}, *end],
+            } if _is_eos(end, eos_token):
                 first = token
             case _:
-                raise tokenizer.wrong("post_processor", "one that adds at most one token, before the prompt")
+                raise tokenizer.wrong("post_processor", "one that adds at most one token before the prompt, and EOS after it")
     return first
+
+
+def _is_eos(end: list[Any], eos_token: str | None) -> bool:
+    """Whether what a post-processor puts after a prompt is EOS, or nothing."""
+    match end:
+        case []:
+            return True
+        case [{"SpecialToken": {"id": str(token)}}]:
+            return token == eos_token
+        case _:
+            return False
 
 
 def _byte_level_bpe(tokenizer: Fields, added: list[dict[str, Any]]) -> ByteLevelBpe | None:

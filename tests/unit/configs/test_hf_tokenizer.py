@@ -16,13 +16,15 @@ Json = dict[str, Any]
 Read = Callable[..., TokenizerFacts]
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 MERELY_BYTES = BYTE_LEVEL | {"use_regex": False}
-BOS_FIRST = {
+BOS_FIRST: Json = {
     "type": "TemplateProcessing",
     "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
     "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
     "special_tokens": {"<s>": {"id": "<s>", "ids": [0], "tokens": ["<s>"]}},
 }
-EOS_LAST = BOS_FIRST | {"single": [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "</s>", "type_id": 0}}]}
+EOS = {"SpecialToken": {"id": "</s>", "type_id": 0}}
+EOS_LAST = BOS_FIRST | {"single": [{"Sequence": {"id": "A", "type_id": 0}}, EOS]}
+BOTH = BOS_FIRST | {"single": [*BOS_FIRST["single"], EOS]}
 
 
 def split(regex: str) -> Json:
@@ -148,6 +150,8 @@ def test_tokens_that_are_found_whole_and_shown(read: Read, hf_tokenizer: Json) -
         ({"bos_token": "</s>"}, BOS_FIRST, "</s>", "<s>"),
         ({"bos_token": "</s>", "add_bos_token": True}, BOS_FIRST, "</s>", "</s>"),
         ({}, {"type": "ByteLevel"}, None, None),
+        ({"eos_token": "</s>", "add_eos_token": True}, BOTH, "<s>", "<s>"),
+        ({"eos_token": "</s>"}, EOS_LAST, None, None),
     ],
 )
 def test_bos(read: Read, config: Json, post_processor: Json | None, bos_token: str | None, prompt_bos: str | None) -> None:
@@ -172,7 +176,8 @@ def test_a_folder_of_sentencepiece_says_how_to_convert_it(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("config", "changes", "says"),
     [
-        ({}, {"post_processor": EOS_LAST}, "post_processor should be one that adds at most one token"),
+        ({"eos_token": "<s>"}, {"post_processor": EOS_LAST}, "should be one that adds at most one token before the prompt"),
+        ({"eos_token": "</s>"}, {"post_processor": BOTH | {"single": [*BOTH["single"], EOS]}}, "post_processor should be one"),
         ({}, {"post_processor": {"type": "BertProcessing"}}, "post_processor should be"),
         ({}, {"added_tokens": [{"id": "x"}]}, "added_tokens should be a list of objects with id and content"),
         ({}, {"added_tokens": 3}, "added_tokens should be"),
