@@ -1,7 +1,8 @@
 """Models on the Hugging Face hub, through `huggingface_hub` and its cache.
 
 A snapshot that lies in the cache whole is used without asking the hub, so that a worker restarts without the network and
-all workers of a machine see the same files.
+all workers of a machine see the same files. The hub is asked for a tokenizer_config.json that is not there: another program may
+have fetched the rest alone, and chats need the template in it. Without an answer what is there is served.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from pathlib import Path
 
 from configs.fields import model_error
 from configs.model_files.hf_directory import CONFIG, weight_files_of
-from configs.model_files.hf_tokenizer import TOKENIZER
+from configs.model_files.hf_tokenizer import TOKENIZER, TOKENIZER_CONFIG
 from configs.model_files.hub_download import PATTERNS, download_apart
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, TandemError
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,15 @@ def fetch_snapshot(repo_id: str) -> Path:
 
     Raises ConfigError if it can't be had, UnavailableError while the hub doesn't answer.
     """
-    if (here := whole_snapshot(repo_id)) is not None:
+    here = whole_snapshot(repo_id)
+    if here is not None and os.path.exists(here / TOKENIZER_CONFIG):
         return here
-    folder = download_apart(repo_id)
+    try:
+        folder = download_apart(repo_id)
+    except TandemError:
+        if here is None:
+            raise
+        return here
     if not (folder / CONFIG).exists():
         raise model_error(
             f"{repo_id} has no {CONFIG} on the Hugging Face hub: only repositories of safetensors are fetched by id; "

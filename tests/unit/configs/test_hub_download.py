@@ -25,7 +25,7 @@ from protocol.errors import ConfigError, UnavailableError
 from tests.unit.http_servers import serving
 
 COMMIT = "0" * 40
-FILES = {"config.json": b"{}", "model.safetensors": b"weights"}
+FILES = {"config.json": b"{}", "model.safetensors": b"weights", "tokenizer.json": b"{}", "tokenizer_config.json": b"{}"}
 WAIT_S = 30.0
 
 
@@ -88,6 +88,25 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadingHT
 def test_a_model_is_downloaded(hub: ThreadingHTTPServer) -> None:
     folder = fetch_snapshot("org/whole")
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == FILES
+
+
+def test_what_another_program_left_out_is_downloaded(hub: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no chat without the template in tokenizer_config.json, and a model all the same while nobody answers."""
+    repository = Path(constants.HF_HUB_CACHE) / "models--org--whole"
+    fetched = repository / "snapshots" / COMMIT / "tokenizer_config.json"
+    for folder in (fetched.parent, repository / "refs"):
+        folder.mkdir(parents=True)
+    (repository / "refs" / "main").write_text(COMMIT)
+    for name in FILES.keys() - {fetched.name}:
+        (fetched.parent / name).write_bytes(FILES[name])
+    with monkeypatch.context() as alone:
+        alone.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+        assert fetch_snapshot("org/whole") == fetched.parent
+    assert not fetched.exists()
+    assert fetch_snapshot("org/whole") == fetched.parent
+    assert fetched.exists()
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    assert fetch_snapshot("org/whole") == fetched.parent, "nothing is asked for"
 
 
 def test_a_repository_of_gguf_files(hub: ThreadingHTTPServer) -> None:
