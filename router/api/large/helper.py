@@ -33,6 +33,7 @@ MAX_WAITING = 16
 _WAIT_S = 10.0
 _ANSWER_S = WALL_S + 2.0
 _START_S = 20.0
+_END_S = 5.0
 _COMMAND = (sys.executable, "-P", "-m", "router.api.large.helper_main")
 _MACHINES = (-signal.SIGKILL, -signal.SIGALRM)
 """Ends of the process that no body is to blame for: it was killed for others' memory, or by the router that waited for too
@@ -158,19 +159,27 @@ class BodyHelper:
             await self._process.stdout.readexactly(ANSWER_HEAD.size)
 
     async def _end(self) -> int | None:
-        """How the process ended: its exit code, or minus the signal. None if there was none."""
-        process, self._process = self._process, None
+        """How the process ended: its exit code, or minus the signal. None if there was none.
+
+        If it is cancelled the process is still there, for the next call.
+        """
+        process = self._process
         if process is None:
             return None
         assert process.stdin is not None
+        assert process.stdout is not None
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)  # `process.kill` may reap it, and how it ended would be lost
         ended = await process.wait()
         if not process.stdin.is_closing():
             process.stdin.transport.abort()  # what it has not read is not waited for
+        with contextlib.suppress(*_FAILURES):
+            async with asyncio.timeout(_END_S):
+                await process.stdout.read()  # asyncio closes what is open when this pipe has ended, too
         for _ in range(3):  # turns of the loop in which it closes what is open
             await asyncio.sleep(0)
+        self._process = None
         return ended
 
 

@@ -304,6 +304,31 @@ def test_the_helper_process_has_a_deadline_a_bounded_line_and_an_owner(monkeypat
     asyncio.run(test())
 
 
+def test_a_helper_that_is_closed_while_its_process_ends_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left open the garbage collector closes one day, in the middle of whatever runs by then."""
+    monkeypatch.setattr(helper, "_ANSWER_S", 0.5)
+
+    async def test() -> None:
+        body_helper = BodyHelper(script("time.sleep(60 if os.fork() else 1)"))  # its pipe outlives it
+        checking = asyncio.create_task(body_helper.check(CompletionBody, LONG))
+        await eventually(lambda: body_helper.pid is not None)
+        process: Any = body_helper._process
+        await eventually(lambda: not is_running(process.pid))
+        await body_helper.close()
+        assert process._transport.is_closing()
+        checking.cancel()
+        await asyncio.gather(checking, return_exceptions=True)
+
+    asyncio.run(asyncio.wait_for(test(), 20))
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def test_the_helper_process_ends_when_nobody_needs_it() -> None:
     async def test() -> None:
         body_helper = BodyHelper(idle_s=0.1)
