@@ -70,6 +70,10 @@ class Site:
         found: dict[str, int] = (await entry.get("/admin/status")).json()["routers"]
         return found
 
+    async def num_told(self) -> int:
+        """Number of nodes, also of killed ones, on which HAProxy's settings lie."""
+        return self.nodes.num_files("front.json")
+
     def kill_router(self) -> int:
         """Kill the router of the node, and return how many there were."""
         found = [pid for pid in self.machine.processes() if b"ray::ServeReplica:tandem:router" in _command(pid)]
@@ -155,23 +159,23 @@ async def lost_node(site: Site) -> dict[str, Any]:
 
 async def left_node(site: Site) -> dict[str, Any]:
     """The node leaves, under a stream of its own router: the stream ends as it should, then the node is empty."""
-    stream = Answered(Request("greedy", 3, 300))
+    stream, before = Answered(Request("greedy", 3, 300)), await site.num_told()
     running = await begun(stream, site.node)
     left = await asyncio.to_thread(site.nodes.leave, NUMBER, 18)
     await running
     routers = await until("its router is gone", lambda: site.routers(site.head), lambda found: found["ready"] == 1)
-    return {"failure": stream.failure, "code": left.returncode, "said": left.stderr, "routers": routers}
+    told = await until("what its HAProxy was told is gone", site.num_told, lambda number: number < before)
+    return {"failure": stream.failure, "code": left.returncode, "said": left.stderr, "routers": routers, "told": told}
 
 
 async def scenario(nodes: RayNodes) -> dict[str, Any]:
     site = Site(nodes)
     try:
-        seen: dict[str, Any] = {"both": await both_serve(site), "told": nodes.num_files("front.json")}
+        seen: dict[str, Any] = {"both": await both_serve(site), "told": await site.num_told()}
         seen |= {"router": await lost_router(site), "node": await lost_node(site), "left": await left_node(site)}
     finally:
         await site.close()
-    seen["told_without_node"] = nodes.num_files("front.json")
-    return seen | {"ended": await asyncio.to_thread(nodes.end_serve), "told_at_end": nodes.num_files("front.json")}
+    return seen | {"ended": await asyncio.to_thread(nodes.end_serve), "told_at_end": await site.num_told()}
 
 
 def _command(pid: int) -> bytes:

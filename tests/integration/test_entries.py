@@ -72,5 +72,5 @@ def test_a_node_that_leaves_waits_for_its_routers_streams(seen: dict[str, Any]) 
 def test_nothing_is_left_where_a_node_lives(seen: dict[str, Any]) -> None:
     assert seen["told"] == 2, "what HAProxy is told lies where there are entries"
     killed = 1  # what a machine had when it was killed stays on its disk
-    assert seen["told_without_node"] == 1 + killed
+    assert seen["left"]["told"] == 1 + killed
     assert (seen["ended"], seen["told_at_end"]) == (0, killed)
