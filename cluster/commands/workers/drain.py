@@ -43,7 +43,7 @@ def drain_and_wait(client: ApiClient, worker_id: str, restart: bool, wait_s: flo
     worker = find_worker(current_workers(client), worker_id)
     client.post("/admin/drain", {"worker": worker_id, "restart": restart})
     if restart and worker is not None:
-        lacking = _unless_gone(worker_id, what_a_restart_lacks(worker))
+        lacking = _or_gone_for_good(worker_id, what_a_restart_lacks(worker))
     else:
         lacking = what_a_drain_lacks(worker_id, None if worker is None else worker["epoch"], restart)
     if wait_s > 0:
@@ -53,8 +53,8 @@ def drain_and_wait(client: ApiClient, worker_id: str, restart: bool, wait_s: flo
         console.print(f"{worker_id} {'was restarted' if restart else 'is gone'}", highlight=False)
 
 
-def _unless_gone(worker_id: str, lacking: Lacking) -> Lacking:
-    """What a worker lacks that is restarted. Raises UnavailableError when it is taken for good before it is ready again."""
+def _or_gone_for_good(worker_id: str, lacking: Lacking) -> Lacking:
+    """What a worker that is restarted lacks until it is ready. Raises UnavailableError if it is taken for good meanwhile."""
 
     def checked(status: Status) -> str | None:
         what, worker = lacking(status), find_worker(status["workers"], worker_id)

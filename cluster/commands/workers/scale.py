@@ -74,7 +74,7 @@ def pending(status: Status, wanted: Mapping[str, int]) -> str | None:
 
 
 def what_a_scale_lacks(wanted: Mapping[str, int]) -> Lacking:
-    """What keeps a cluster from having these workers and routers. Raises UnavailableError when others are wanted since."""
+    """What a cluster lacks of these workers and routers. Raises UnavailableError once it shows that others are wanted."""
     wanted_at = math.inf
 
     def lacking(status: Status) -> str | None:

@@ -35,7 +35,9 @@ from telemetry.usage.totals import TOTALS, UsageTotals
 
 log = logging.getLogger(__name__)
 
-_PREFIX = NAME_PREFIX + "entry-"
+_NAME = "entry-"
+"""What a keeper is called by, the id of its node behind it."""
+_PREFIX = NAME_PREFIX + _NAME
 _LOOK_S = 2.0
 """Seconds that Ray has to say which keepers there are, and then these to answer. A node that has just died says nothing."""
 _ANSWER_S = 60.0
@@ -81,7 +83,7 @@ class EntryKeeper:
         return True
 
     async def _here(self, function: Callable[..., _T], *args: Any) -> _T:
-        """What the function returns, called in a thread. Its errors name this node."""
+        """Call the function in a thread and return what it returns. Its errors name this node."""
         try:
             return await asyncio.to_thread(function, *args)
         except ConfigError as error:
@@ -97,7 +99,7 @@ class _Keepers:
         self._finding: asyncio.Task[dict[str, Any]] | None = None
 
     async def ask(self, question: Callable[[Any], Any], without: str | None = None) -> dict[str, Any]:
-        """What each answers, by its name; None for one that does not in time.
+        """Put a question to each keeper. Return its answer by its name; None stands for one that does not answer in time.
 
         Raises UnavailableError if Ray does not say which there are.
         """
@@ -172,8 +174,7 @@ async def prepare_node(config: ClusterConfig, front: Front | None) -> str:
     """Have this node ready for an entry, and return its id. Raises ConfigError for what is missing on it."""
     node: str = ray.get_runtime_context().get_node_id()
     there = NodeAffinitySchedulingStrategy(node, soft=False)
-    name = (_PREFIX + node).removeprefix(NAME_PREFIX)
-    keeper = await asyncio.to_thread(start_keeper, EntryKeeper, name, {}, scheduling_strategy=there)
+    keeper = await asyncio.to_thread(start_keeper, EntryKeeper, _NAME + node, {}, scheduling_strategy=there)
     await answer(keeper.prepare.remote(config, front))
     return node
 
@@ -204,7 +205,8 @@ def _withdrawn(chosen: Callable[[str], bool], *, if_empty: bool) -> list[Any]:
         log.warning("what HAProxy was told is left on nodes with entries: %s", error.message)
         return []
     done = []
-    for name, reference in [(name, keeper.withdraw.remote(if_empty=if_empty)) for name, keeper in keepers.items()]:
+    withdrawing = {name: keeper.withdraw.remote(if_empty=if_empty) for name, keeper in keepers.items()}
+    for name, reference in withdrawing.items():
         try:
             if wait_for(reference, _LOOK_S, "it can't be asked"):
                 done.append(keepers[name])
