@@ -11,23 +11,29 @@ from configs.schema import HttpConfig
 from protocol.errors import NotAllowedError
 from router.api.envelope import Scope
 
+_WATCHED = frozenset(("/live", "/ready", "/health", "/metrics"))
+"""Paths that a kubelet and Prometheus ask a pod for, by its address.
+
+Where others than this machine may come, /metrics needs a key, and the others tell only whether requests get through.
+"""
+
 
 class WebPageRules:
     """Which names this server goes by, and which web pages may use it."""
 
     def __init__(self, http: HttpConfig) -> None:
         self._hosts = frozenset(http.allowed_hosts)
-        self._any_host = not self._hosts and not is_loopback(http.host)
+        self._on_loopback = is_loopback(http.host)
         self._own_name = http.host.lower()
         self._origins = frozenset(http.allowed_origins)
 
     def check(self, scope: Scope) -> None:
         """Raise NotAllowedError for a Host that is not ours, and for a page of another origin that is not allowed.
 
-        No page of another origin may use /admin.
+        No page of another origin may use /admin. Unless the cluster listens on loopback, probes and metrics take any Host.
         """
         hosts, origins = _values(scope, b"host"), _values(scope, b"origin")
-        if not self._any_host and not (hosts and all(map(self._is_ours, hosts))):
+        if self._depends_on_host(scope["path"]) and not (hosts and all(map(self._is_ours, hosts))):
             raise NotAllowedError(
                 f"this server does not go by the name {', '.join(hosts)!r:.100}; http.allowed_hosts lists more names",
                 param="host",
@@ -39,6 +45,9 @@ class WebPageRules:
                     f"web pages of {origin!r:.100} may not use this server; http.allowed_origins lists those that may",
                     param="origin",
                 )
+
+    def _depends_on_host(self, path: str) -> bool:
+        return self._on_loopback or (bool(self._hosts) and path not in _WATCHED)
 
     def _is_ours(self, host: str) -> bool:
         name = _without_port(host)

@@ -271,6 +271,18 @@ def test_who_may_read_the_metrics(run_cluster: Run, http: HttpConfig, statuses: 
     run_cluster(test, http=http.model_dump())
 
 
+def test_a_pods_address_is_a_good_host_for_probes_and_for_metrics_with_their_key(run_cluster: Run) -> None:
+    async def test(cluster: Any) -> None:
+        pod = {"host": "10.1.2.3:8000"}
+        paths = ("/live", "/ready", "/health", "/metrics", "/v1/models")
+        found = [await cluster.http.get(path, headers=pod) for path in paths]
+        assert [answer.status_code for answer in found] == [200, 200, 200, 401, 403]
+        assert found[-1].json()["error"]["param"] == "host"
+        assert (await cluster.http.get("/metrics", headers={**pod, "authorization": "Bearer look"})).status_code == 200
+
+    run_cluster(test, http=HttpConfig(host=_EVERYWHERE, allowed_hosts=["llm.example.com"], metrics_key="look").model_dump())
+
+
 def test_admin_is_closed_when_bound_to_the_world_without_a_key(run_cluster: Run) -> None:
     async def test(cluster: Any) -> None:
         response = await cluster.http.get("/admin/status")

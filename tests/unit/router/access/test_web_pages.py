@@ -57,6 +57,20 @@ def test_elsewhere_names_count_where_some_are_listed() -> None:
     assert not passes(listed, "any.test")
 
 
+WATCHED = ("/live", "/ready", "/health", "/metrics")
+
+
+def test_probes_and_prometheus_may_ask_for_an_address() -> None:
+    """A kubelet and Prometheus send a pod's address as Host, which nobody can list before."""
+    everywhere = HttpConfig(host="0.0.0.0", allowed_hosts=["llm.example.com"])
+    for path in WATCHED:
+        assert passes(everywhere, "10.1.2.3:8000", path=path), path
+        assert not passes(everywhere, "10.1.2.3:8000", origin="http://evil.test", path=path), "pages still may not"
+        assert not passes(HttpConfig(), "evil.test", path=path), "DNS rebinding: /metrics needs no key on loopback"
+    for path in ("/v1/models", "/admin/status", "/", "/live/x", "//metrics"):
+        assert not passes(everywhere, "10.1.2.3:8000", path=path), path
+
+
 def test_pages_of_this_server_pass_and_others_when_listed() -> None:
     assert passes(HttpConfig(), "localhost:8000", origin="http://localhost:8000")
     assert passes(HttpConfig(host="0.0.0.0"), "api.test", origin="https://api.test"), "a proxy with TLS may be before it"
