@@ -21,6 +21,15 @@ PODS = dict(pods())
 CONFIG = load_config(KUBERNETES / "base" / "cluster.yaml", {})
 BY_KUBERAY = {"ray.io/serve": "true"}
 """The label that KubeRay gives to the head's pod of a RayService while HTTP is up there."""
+OPERATORS = {
+    "Helm chart": {
+        "app.kubernetes.io/name": "kuberay-operator",
+        "app.kubernetes.io/instance": "kuberay-operator",
+        "app.kubernetes.io/component": "kuberay-operator",
+    },
+    "kustomization": {"app.kubernetes.io/name": "kuberay", "app.kubernetes.io/component": "kuberay-operator"},
+}
+"""The labels of the pods of KubeRay's operator, by how it was installed."""
 CLEARING_UP_S = 15.0
 
 
@@ -269,6 +278,17 @@ def test_the_network_lets_in_nobody_but_clients_and_the_operator() -> None:
             assert all("podSelector" in peer for peer in rule["from"])
     for kind in ray_clusters():
         assert opened <= ports_of(PODS[f"{kind} head"]).keys()
+
+
+@pytest.mark.parametrize("installed", OPERATORS)
+def test_the_network_lets_the_operator_to_the_dashboard(installed: str) -> None:
+    [head] = (each["spec"] for each in of_kind("NetworkPolicy") if each["metadata"]["name"] == "tandem-head")
+    [rule] = (rule for rule in head["ingress"] if "dashboard" in {port["port"] for port in rule["ports"]})
+    assert {"serve", "dashboard"} == {port["port"] for port in rule["ports"]}
+    assert all(peer["namespaceSelector"] == {} for peer in rule["from"]), "the operator has a namespace of its own"
+    selectors = [peer["podSelector"]["matchLabels"] for peer in rule["from"]]
+    assert any(selector.items() <= OPERATORS[installed].items() for selector in selectors)
+    assert not any(selector.items() <= labels_of(template).items() for selector in selectors for template in PODS.values())
 
 
 def test_workers_are_spread_by_their_own_labels() -> None:
