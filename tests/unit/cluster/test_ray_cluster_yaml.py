@@ -71,6 +71,26 @@ def test_workers_and_gangs_fill_a_node_of_eight_gpus(launched: dict[str, Any], r
         assert (unplaceable(config, [node, other]) is None) == (workers == fitting)
 
 
+def key_file() -> Path:
+    """Where the cluster's configuration has the API keys, in the home of the image's user."""
+    named: str = yaml.safe_load((ROOT / "configs" / "cluster.yaml").read_text())["http"]["keys_file"]
+    return Path(named.replace("~", "/home/ray"))
+
+
+def test_api_keys_outlive_the_heads_container(launched: dict[str, Any]) -> None:
+    """Ray runs it with `--rm`, and docker makes a folder that is not there for root."""
+    options = [*launched["docker"]["run_options"], *launched["docker"].get("head_run_options", ())]
+    volumes = dict(re.findall(r"--volume (\S+):(\S+)", "\n".join(options)))
+    [folder] = (outside for outside, inside in volumes.items() if key_file().is_relative_to(inside))
+    assert f"sudo install -d -m 700 -o 1000 -g 100 {folder}" in launched["initialization_commands"]
+
+
+def test_machines_of_ones_own_have_the_folder_of_api_keys(onprem: dict[str, Any]) -> None:
+    folder = str(key_file().parent).replace("/home/ray", "~")
+    made = re.findall(r"^mkdir -p -m 700 (.+)$", "\n".join(onprem["setup_commands"]), re.MULTILINE)
+    assert folder in " ".join(made).split()
+
+
 def test_each_role_has_instances_of_its_own(launched: dict[str, Any]) -> None:
     types = launched["available_node_types"]
     instances = {each["node_config"]["InstanceType"] for each in types.values()}
