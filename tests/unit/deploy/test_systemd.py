@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -166,6 +167,23 @@ def test_a_node_is_left_before_its_ray_ends() -> None:
     command = shlex.split(stop.removeprefix("-"))
     assert command[:2] == ["/opt/tandem/bin/tandem", "leave"]
     assert float(unit["TimeoutStopSec"][0]) >= float(command[command.index("--deadline") + 1]) + 15
+
+
+def test_a_stopped_node_has_not_failed_and_a_lost_one_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray ends with the same code after SIGTERM as when one of its processes is lost."""
+    from ray._private.node import Node
+
+    handlers: list[Callable[[int, None], None]] = []
+    monkeypatch.setattr("ray._private.utils.set_sigterm_handler", handlers.append)
+    monkeypatch.setattr("atexit.register", lambda _: None)
+    node = Node.__new__(Node)
+    monkeypatch.setattr(node, "kill_all_processes", lambda **_: None)
+    node._register_shutdown_hooks()
+    with pytest.raises(SystemExit) as ended:
+        handlers[0](signal.SIGTERM, None)
+    unit = read("tandem-node.service")
+    assert unit["SuccessExitStatus"] == [str(ended.value.code)]
+    assert unit["Restart"] == ["always"], "on-failure would take what counts as a success for an end on request"
 
 
 def test_both_units_see_the_same_files_of_ray() -> None:
