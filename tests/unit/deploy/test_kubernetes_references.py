@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -211,6 +212,17 @@ def test_services_lead_to_the_head_alone() -> None:
             for kind in ray_clusters():
                 assert port["targetPort"] in ports_of(PODS[f"{kind} head"])
                 assert ports_of(PODS[f"{kind} head"])[port["targetPort"]] == CONFIG.http.port == port["port"]
+
+
+def test_the_handbook_says_what_tls_of_tandems_own_changes() -> None:
+    """KubeRay sets its label by plain HTTP, and Prometheus asks for an address that the certificate does not name."""
+    page = (ROOT / "docs" / "handbook" / "deploy.md").read_text()
+    [paragraph] = re.findall(r"^- \*\*TLS\*\*.*?(?=^- )", page, re.MULTILINE | re.DOTALL)
+    assert {label for label in BY_KUBERAY if f"`{label}`" in paragraph} == {
+        label for each in of_kind("Service") for label in each["spec"]["selector"].keys() & BY_KUBERAY.keys()
+    }
+    [shown] = re.findall(r"`(tlsConfig: .+)`", paragraph)
+    assert yaml.safe_load(shown)["tlsConfig"].keys() == {"serverName", "ca"}
 
 
 def ports_of(template: Json) -> dict[str, int]:
