@@ -161,6 +161,14 @@ def test_a_lost_cluster_is_started_again_and_a_mistake_is_not(
     assert ended.value.code not in (0, 1), "1 is a bug"
 
 
+def test_the_handbook_has_api_keys_where_the_unit_reads_them() -> None:
+    page = (ROOT / "docs" / "handbook" / "deploy.md").read_text().partition("\n## With systemd\n")[2]
+    [file] = re.findall(r"^/opt/tandem/bin/tandem keys add .*--keys-file (\S+)", page, re.MULTILINE)
+    assert f"`keys_file: {file}`" in page
+    assert f"\nchown {read('tandem.service')['User'][0]}: {file} " in page
+    assert file.startswith("/etc/"), "ProtectHome hides /home and /root"
+
+
 def test_a_node_is_left_before_its_ray_ends() -> None:
     unit = read("tandem-node.service")
     [stop] = unit["ExecStop"]
