@@ -87,7 +87,9 @@ class ClusterCollector(Collector):
         yield flips
 
     def _of(self, sample: WorkerSample) -> tuple[str, ...]:
-        return self._model_name, sample.worker_id, sample.duty.value
+        """A worker on standby does nothing yet, so it is not among those of the role that it would begin with."""
+        role = WorkerState.STANDBY.value if sample.state is WorkerState.STANDBY else sample.duty.value
+        return self._model_name, sample.worker_id, role
 
     def _autoscaler(self, state: AutoscalerState) -> Iterator[Metric]:
         labels = ("model_name",)

@@ -150,3 +150,10 @@ def test_tenants_beyond_a_number_count_as_one() -> None:
 
 def test_kv_usage_of_an_empty_pool() -> None:
     assert load_report("d0", total_blocks=0).kv_usage == 0.0
+
+
+def test_a_worker_on_standby_is_not_among_those_of_a_role() -> None:
+    ready = WorkerSample("d0", Duty.DECODE, WorkerState.READY, 0, 0, REPORT)
+    told = read(Metrics("m", lambda: ClusterSample([ready, replace(ready, worker_id="d1", state=WorkerState.STANDBY)])))
+    pools = {key for key in told if key[0] == "tandem:kv_cache_usage_perc"}
+    assert pools == {("tandem:kv_cache_usage_perc", ("decode", "d0")), ("tandem:kv_cache_usage_perc", ("standby", "d1"))}
