@@ -30,7 +30,7 @@ class Lengths:
     prompt_tokens: float
     """Mean number of tokens of a prompt."""
     computed_share: float
-    """Share of the prompts' tokens that were computed, since nobody had them cached."""
+    """Share of the tokens of prompts whose first token came that were computed, since nobody had them cached."""
     variation: float
     """Square of the standard deviation of prompts' lengths, by the square of their mean."""
     answer_tokens: float
@@ -197,11 +197,11 @@ class DemandMeter:
 
     def _measure_lengths(self, totals: _Totals) -> Lengths | None:
         sums = totals.counts
-        if sums.arrived and sums.ended and sums.prompt_tokens:
+        if sums.prompt_tokens and sums.read_tokens and sums.ended:
             mean = sums.prompt_tokens / sums.arrived
             self._lengths = Lengths(
                 prompt_tokens=mean,
-                computed_share=min(1.0, sum(totals.computed) / sums.prompt_tokens),
+                computed_share=min(1.0, sum(totals.computed) / sums.read_tokens),
                 variation=max(0.0, sums.squared_tokens / sums.arrived / mean**2 - 1),
                 answer_tokens=sums.answer_tokens / sums.ended,
             )

@@ -271,6 +271,8 @@ class DemandCounts:
     first_tokens: int = 0
     first_in_time: int = 0
     """Number of first tokens that came within `slo.ttft`."""
+    read_tokens: int = 0
+    """Prompt tokens of the requests whose first token came: these were computed, or somebody had them cached."""
     paced: int = 0
     """Ended answers of more than one token."""
     in_pace: int = 0

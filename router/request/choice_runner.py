@@ -114,7 +114,7 @@ class ChoiceRunner:
         self._metrics.tenant(journal.scheduling_class.tenant).prompt_tokens.inc(num_prompt_tokens)
         self._metrics.time_to_first_token.observe(ttft_s)
         if self._demand is not None:
-            self._demand.first_token(ttft_s)
+            self._demand.first_token(ttft_s, num_prompt_tokens)
 
     @contextlib.contextmanager
     def _accounting(self, choice: Choice) -> Iterator[list[str]]:

@@ -28,10 +28,15 @@ class DemandCounter:
             squared_tokens=counts.squared_tokens + prompt_tokens**2,
         )
 
-    def first_token(self, ttft_s: float) -> None:
-        """Count a first token, so many seconds after its request."""
+    def first_token(self, ttft_s: float, prompt_tokens: int) -> None:
+        """Count the first token after a prompt of this length, so many seconds after its request."""
         counts, in_time = self.counts, ttft_s <= self._ttft_s
-        self.counts = replace(counts, first_tokens=counts.first_tokens + 1, first_in_time=counts.first_in_time + in_time)
+        self.counts = replace(
+            counts,
+            first_tokens=counts.first_tokens + 1,
+            first_in_time=counts.first_in_time + in_time,
+            read_tokens=counts.read_tokens + prompt_tokens,
+        )
 
     def ended(self, answer_tokens: int, after_first_s: float) -> None:
         """Count an answer that has ended, so many seconds after its first token."""

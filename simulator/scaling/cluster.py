@@ -113,7 +113,7 @@ class ScaledCluster:
     def _ended(self, request: Request) -> None:
         self._requests.append(request)
         if request.error is None:
-            self._counter.first_token(request.ttft_s)
+            self._counter.first_token(request.ttft_s, len(request.token_ids))
             self._counter.ended(request.output_len, request.last_at - request.first_at)
 
     def _tick(self) -> None:

@@ -13,7 +13,14 @@ from protocol.cluster_view import DemandCounts, RouterObservation, WorkerSeen
 from protocol.messages.workers import Role
 
 COUNTS = DemandCounts(
-    arrived=1, prompt_tokens=100, squared_tokens=10_000, ended=1, answer_tokens=20, first_tokens=1, first_in_time=1
+    arrived=1,
+    prompt_tokens=100,
+    squared_tokens=10_000,
+    ended=1,
+    answer_tokens=20,
+    first_tokens=1,
+    first_in_time=1,
+    read_tokens=100,
 )
 WORKER = WorkerSeen("worker-0", 1, Role.PREFILL, 0.0, 0, 0, 0, 0, 0.0, 0.0, 0)
 
@@ -103,6 +110,42 @@ def test_it_never_reads_what_did_not_come(steps: list[tuple[float, int]], start_
         rate = meter.demand(now, start_s).rate
         assert 0 <= rate <= number
     assert meter.num_arrived == number
+
+
+def of_computed(computed: int, **counts: int) -> float | None:
+    """The computed share, where prefill workers have computed so many tokens, and one router has counted this."""
+    meter = DemandMeter(0.0)
+    tell(meter, 1.0, 0, WORKER)
+    worker = replace(WORKER, computed_tokens=computed)
+    meter.observe(RouterObservation("a", DemandCounts(**counts), 0, (worker,)), 2.0)
+    lengths = meter.demand(2.0).lengths
+    return None if lengths is None else lengths.computed_share
+
+
+def test_prompts_that_wait_are_not_cached() -> None:
+    """94 of 100 prompts wait at a worker that has too many of them, and nothing is cached."""
+    asked = {"arrived": 100, "prompt_tokens": 10_000, "squared_tokens": 1_000_000}
+    answered = {"ended": 1, "answer_tokens": 20, "first_tokens": 5, "read_tokens": 500}
+    assert of_computed(500, **asked, **answered) == 1.0
+    assert of_computed(125, **asked, **answered) == 0.25, "somebody had the rest cached"
+
+
+def test_a_first_prompt_in_part_is_no_share() -> None:
+    assert of_computed(50, arrived=1, prompt_tokens=100, squared_tokens=10_000, ended=1) is None
+
+
+@given(st.lists(st.tuples(*4 * [st.integers(0, 10_000)]), min_size=1, max_size=15))
+def test_a_share_is_from_0_to_1_whatever_is_counted(steps: list[tuple[int, ...]]) -> None:
+    meter, sums = DemandMeter(0.0), [0] * 4
+    tell(meter, 0.0, 0, WORKER)
+    for number, step in enumerate(steps, 1):
+        sums = [one + other for one, other in zip(sums, step, strict=True)]
+        arrived, read, ended, computed = sums
+        counts = DemandCounts(arrived=arrived, prompt_tokens=7 * arrived, read_tokens=read, ended=ended)
+        worker = replace(WORKER, computed_tokens=computed)
+        meter.observe(RouterObservation("a", counts, 0, (worker,)), 100.0 * number)
+        lengths = meter.demand(100.0 * number).lengths
+        assert lengths is None or 0.0 <= lengths.computed_share <= 1.0
 
 
 def test_the_same_life_told_by_two_routers_counts_once() -> None:

@@ -77,6 +77,7 @@ class Running:
             squared_tokens=counts.squared_tokens + 4000**2 * more,
             ended=counts.ended + more,
             answer_tokens=counts.answer_tokens + 100 * more,
+            read_tokens=counts.read_tokens + 4000 * more,
         )
         computed = self.counts.prompt_tokens
         workers = (replace(WORKERS[0], busy_s=computed * 3.5e-5, computed_tokens=computed), WORKERS[1])

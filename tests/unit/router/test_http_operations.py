@@ -168,6 +168,7 @@ def test_the_autoscaler_hears_what_is_asked(run_cluster: Run) -> None:
         seen = cluster.controller.observed[-1]
         assert (seen.counts.arrived, seen.counts.first_tokens, seen.counts.ended) == (1, 1, 1)
         assert (seen.counts.prompt_tokens, seen.counts.answer_tokens) == (usage["prompt_tokens"], usage["completion_tokens"])
+        assert seen.counts.read_tokens == usage["prompt_tokens"]
         assert {worker.role for worker in seen.workers} == set(Role)
 
     run_cluster(test, autoscale={"sizes": {"prefill": "1..2", "decode": "1..2"}})
