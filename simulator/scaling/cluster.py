@@ -80,7 +80,8 @@ class ScaledCluster:
         wanted = {Role.PREFILL: first.prefill, Role.DECODE: first.decode}
         self._wanted = {role: workers for role, workers in wanted.items() if self._of_role[role]}
         self._up: dict[Role, list[str]] = {role: [] for role in self._wanted}
-        self._coming = dict.fromkeys(self._wanted, 0)
+        self._coming: dict[Role, list[object]] = {role: [] for role in self._wanted}
+        """A token for each start that is under way, the oldest first."""
         self._leaving: dict[str, PrefillWorker | DecodeWorker] = {}
         self._worker_s = 0.0
         self.changes: list[tuple[float, Sizes]] = [(0.0, dict(self._wanted))]
@@ -144,27 +145,28 @@ class ScaledCluster:
             for _ in range(workers):  # fewer than before
                 self._let_go(role)
             for index in range(-workers):
-                self._coming[role] += 1
-                self._clock.after(self._delays.flip_s if index < flips else self._delays.start_s, self._come, role)
+                start = object()
+                self._coming[role].append(start)
+                self._clock.after(self._delays.flip_s if index < flips else self._delays.start_s, self._come, role, start)
         self._wanted = dict(sizes)
         self.changes.append((self._clock.now, dict(sizes)))
 
-    def _come(self, role: Role) -> None:
-        if self._coming[role] == 0:
+    def _come(self, role: Role, start: object) -> None:
+        if start not in self._coming[role]:
             return  # it was called off
         taken = {*self._up[role], *self._leaving}
         worker = next((each for each in self._of_role[role] if each.worker_id not in taken), None)
         if worker is None:  # all of those that go still end what they have
-            self._clock.after(TICK_S, self._come, role)
+            self._clock.after(TICK_S, self._come, role, start)
             return
-        self._coming[role] -= 1
+        self._coming[role].remove(start)
         self._up[role].append(worker.worker_id)
         for router in self._cluster.routers:
             router.join(worker.worker_id)
 
     def _let_go(self, role: Role) -> None:
         if self._coming[role]:
-            self._coming[role] -= 1
+            self._coming[role].pop()
             return
         worker_id = self._up[role].pop()
         self._leaving[worker_id] = next(each for each in self._of_role[role] if each.worker_id == worker_id)

@@ -47,8 +47,11 @@ class Given:
 
     def __init__(self, *sizes: tuple[float, int, int]) -> None:
         self._left = list(sizes)
+        self.ready: dict[float, int] = {}
+        """Prefill workers that took requests, by the time."""
 
     def sizes(self, seen: RouterObservation, present: Present, now: float) -> Sizes | None:
+        self.ready[now] = present.ready[Role.PREFILL]
         if self._left and now >= self._left[0][0]:
             _, prefill, decode = self._left.pop(0)
             return {Role.PREFILL: prefill, Role.DECODE: decode}
@@ -68,6 +71,13 @@ def test_every_request_is_answered_whatever_the_sizes(routing: str) -> None:
     assert sized.turns(Role.DECODE) == 2
     assert 20 * 2 < sized.worker_s < 30 * 5
     cluster.check_integrity()
+
+
+def test_a_start_that_was_called_off_is_not_used_by_a_later_order() -> None:
+    rule = Given((1.0, 2, 1), (10.0, 1, 1), (20.0, 2, 1))
+    cluster = ScaledCluster(Shape(1, 1), Shape(2, 1), CONFIG, Profile.of_paced(PACED), rule, Delays(30.0))
+    cluster.run(requests([(1.0, 60.0)]))
+    assert min(now for now, ready in rule.ready.items() if ready == 2) == 50.0, "a start after the latest order"
 
 
 def test_a_step_of_five_times_the_load_is_met() -> None:
