@@ -158,6 +158,12 @@ def is_here(name: str) -> bool:
         return False
 
 
+def context_before_fetch(config: ClusterConfig) -> int | None:
+    """Return the context, in tokens, of a configuration's model that is not here; None if only its files tell it."""
+    packaged = None if config.hf_overrides else _PACKAGED.get(config.model)
+    return None if packaged is None else packaged.context_tokens
+
+
 def all_here(config: ClusterConfig) -> bool:
     """Return whether `resolve_for` and `draft_facts` would find the models of a configuration without fetching anything."""
     speculative = config.speculative_config

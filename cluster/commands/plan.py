@@ -76,7 +76,7 @@ def plan(options: PlanOptions) -> None:
 
 
 def _planned(options: PlanOptions) -> tuple[Workload, Sequence[Planned], str]:
-    """What is sent, the goodput of every cluster, and whose step times these are; shows progress.
+    """What is sent, the goodput of every cluster, and what was known of step times and context; shows progress.
 
     Raises InvalidRequestError or ConfigError.
     """
@@ -89,6 +89,9 @@ def _planned(options: PlanOptions) -> tuple[Workload, Sequence[Planned], str]:
     targets = goodput.Targets(parse_goodput(options.slo.split(","), flag="slo", metrics=tuple(goodput.METRICS)))
     workload = _workload(options)
     profile, cluster, step_times = _step_times(load_config(options.config, {}), options.profile)
+    if cluster.max_model_len is None:
+        unknown = f"context: unknown until {cluster.model} is fetched; without max_model_len no request is too long for it"
+        step_times = f"{step_times}\n{unknown}"
     if options.acceptance is not None:
         if cluster.speculative_config is None:
             raise InvalidRequestError("acceptance needs a --config with speculative_config", param="acceptance")
@@ -115,7 +118,7 @@ def _step_times(config: ClusterConfig, path: Path | None) -> tuple[Profile, Clus
     """
     from cluster.measured import known_profiles, measured_step_times, with_measured_sizes
     from cluster.memory import kv_token_bytes
-    from configs.models import is_here, resolve_for
+    from configs.models import context_before_fetch, is_here, resolve_for
     from configs.paced.profile import load_paced_profile
     from simulator.profile import LAPTOP, Profile
 
@@ -125,8 +128,9 @@ def _step_times(config: ClusterConfig, path: Path | None) -> tuple[Profile, Clus
         paced = load_paced_profile(config.paced_profile)
         return Profile.of_paced(paced), _with_context(config, paced.context_tokens), f"step times: {paced.name}"
     facts = resolve_for(config).facts if is_here(config.model) else None
-    if facts is not None:
-        config = _with_context(config, facts.max_model_len)
+    context = context_before_fetch(config) if facts is None else facts.max_model_len
+    if context is not None:
+        config = _with_context(config, context)
     if path is not None:
         return Profile.load(path), config, f"step times: {path}"
     if facts is not None:

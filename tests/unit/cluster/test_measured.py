@@ -29,6 +29,7 @@ from configs.cache import cache_dir
 from configs.facts import ModelFacts
 from configs.loader import load_config, served_context
 from configs.machine import usable_cores
+from configs.model_files.packaged import SMOLLM2
 from configs.models import resolve
 from configs.profiles import DecodeTime, MachineProfile, PrefillTime, StepSizes, read_or_measure
 from configs.schema import ClusterConfig
@@ -196,6 +197,10 @@ def tandem(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
 
 
 PLAN = ("plan", "--dataset", "random", "--random-input-len", "100", "--random-output-len", "4", "--num-prompts", "10")
+
+
+def test_the_context_of_a_packaged_model_is_known_before_it_is_fetched() -> None:
+    assert SMOLLM2.context_tokens == resolve("smollm2").facts.max_model_len
 
 
 def test_a_plan_takes_the_step_times_of_this_machine(

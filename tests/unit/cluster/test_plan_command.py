@@ -67,7 +67,7 @@ def test_a_plan_for_the_configuration(
 @pytest.mark.parametrize(
     ("prompt", "slo", "why"),
     [
-        ("70000", "ttft:1e12", "a request is refused: prompt (70000) and answer (4) exceed decode.kv_cache_tokens (65536)"),
+        ("8189", "ttft:1e12", "a request is refused: prompt (8189) and answer (4) exceed the model's context (8192)"),
         ("100", "ttft:1", "a request alone is too slow for it"),
     ],
 )
@@ -100,6 +100,19 @@ def test_the_context_is_the_models_where_the_model_is_here(
     lengths = ("--random-input-len", "100", "--random-output-len", "4", "--num-prompts", "2", "--max-workers", "2")
     assert tandem(monkeypatch, "--dataset", "random", *lengths, "--profile", str(LAPTOP)) == 0
     assert "prompt (100) and answer (4) exceed the model's context (103)" in capsys.readouterr().out
+
+
+def test_a_context_that_nobody_knows_yet_is_said_to_be_unknown(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Then a pool alone is too small for a request."""
+    config = tmp_path / "cluster.yaml"
+    config.write_text("model: nobody/has-it\n")
+    lengths = ("--random-input-len", "70000", "--random-output-len", "4", "--num-prompts", "2", "--max-workers", "2")
+    assert tandem(monkeypatch, "--dataset", "random", *lengths, "--config", str(config)) == 0
+    out = capsys.readouterr().out
+    assert "prompt (70000) and answer (4) exceed decode.kv_cache_tokens (65536)" in out
+    assert "\ncontext: unknown until nobody/has-it is fetched; without max_model_len no request is too long for it\n" in out
 
 
 def test_a_profile_that_is_nested_too_deeply_is_refused(
