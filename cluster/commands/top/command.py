@@ -31,10 +31,16 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print what two looks tell, and end.")] = False,
     url: Url = DEFAULT_URL,
     admin_key: AdminKey = None,
+    metrics_key: Annotated[
+        str | None,
+        typer.Option(
+            "--metrics-key", envvar="TANDEM_METRICS_KEY", help="Key for /metrics, where /admin needs none.", show_envvar=True
+        ),
+    ] = None,
 ) -> None:
     """Watch the workers: state, load, how busy they are, and where requests' time goes."""
     console = Console(highlight=False)
-    client = ApiClient(url, admin_key)
+    client = ApiClient(url, admin_key or metrics_key)
     if once:
         show_once(client, console, interval_s)
     elif console.is_terminal:

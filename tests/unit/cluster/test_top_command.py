@@ -254,6 +254,27 @@ def test_once_prints_one_frame_and_ends(monkeypatch: pytest.MonkeyPatch, capsys:
         assert (row[1], row[3]) == ("ready", busy)
 
 
+class _Guarded(_Cluster):
+    """A cluster on loopback whose metrics alone have a key."""
+
+    def do_GET(self) -> None:
+        if self.path == "/metrics" and self.headers["Authorization"] != "Bearer of-metrics":
+            self.send_error(401)
+        else:
+            super().do_GET()
+
+
+def test_the_key_of_the_metrics_is_taken_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving(_Guarded) as server:
+        arguments = ("--once", "--interval", "0.1", "--url", url_of(server))
+        assert ended(monkeypatch, *arguments) == 2
+        monkeypatch.setenv("TANDEM_METRICS_KEY", "of-metrics")
+        assert ended(monkeypatch, *arguments) == 0
+    assert capsys.readouterr().out.startswith("smollm2   prefill 1/1")
+
+
 def test_a_live_view_needs_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], url: str) -> None:
     assert ended(monkeypatch, "--url", url) == 2
     assert "tandem top --once" in capsys.readouterr().err
