@@ -6,7 +6,8 @@ imported inside their functions.
 Exit codes:
 
 - 0: done.
-- 1: a bug, with its traceback, or an audit that found something.
+- 1: a bug, with its traceback; an `audit` that found something; a `leave` whose node was not empty in time; a `certify` of
+  which a part failed, or that found no GPU.
 - 2: anything that the operator can mend, such as a flag, a file, a port, a full disk, or a cluster that is not there. One line
   on stderr names it.
 - 3: of `tandem serve` alone: what it needs does not answer, the cluster did not come up in time, or it was lost. One line on

@@ -11,8 +11,13 @@ from typing import Any
 
 import pytest
 import typer.main
+import yaml
 
+from cluster import __version__
 from cluster.commands import cli
+from configs.loader import checked_config
+from configs.schema import ClusterConfig
+from protocol.errors import _BY_CODE, ConfigError
 from router.api.chat.body import ChatBody
 from router.api.completions.body import CompletionBody
 from router.api.responses.body import ResponsesBody
@@ -27,6 +32,7 @@ LIMITS = {"README.md": 150, "CHANGELOG.md": 1000}
 _FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)|<(?:img|a)\b[^>]*?(?:src|href)=\"([^\"]+)\"")
 _SHELL = re.compile(r"^ *```sh\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+_YAML = re.compile(r"^```ya?ml\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _COMMENT = re.compile(r"(?:^|(?<=\s))#.*$", re.MULTILINE)
 _COMMAND = re.compile(r"(?:^|[\s'(/])tandem ([^'\n|>&)]+)", re.MULTILINE)
 _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
@@ -120,6 +126,30 @@ def test_a_command_and_a_flag_that_are_gone_are_found() -> None:
             parse(typer.main.get_command(cli.app), "tandem", arguments)
 
 
+def configurations_of(text: str) -> list[dict[str, Any]]:
+    """The blocks of YAML of a page that are configurations of Tandem, as their top keys tell."""
+    blocks = [yaml.safe_load(block) for block in _YAML.findall(text)]
+    return [block for block in blocks if isinstance(block, dict) and block.keys() & ClusterConfig.model_fields.keys()]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if configurations_of(page.read_text())], ids=name_of)
+def test_configurations_that_a_page_shows_are_taken(page: Path) -> None:
+    for values in configurations_of(page.read_text()):
+        checked_config(values)
+
+
+def test_a_configuration_that_would_be_refused_is_found() -> None:
+    text = "```yaml\nkind: Pod\n```\n```yaml\nhttp: {host: 0.0.0.0}\n```\n"
+    (values,) = configurations_of(text)
+    with pytest.raises(ConfigError, match="keys_file"):
+        checked_config(values)
+
+
+def test_the_security_policy_names_this_version() -> None:
+    version = __version__.rpartition(".")[0]
+    assert f"| the latest commit of the main branch ({version}) | yes |" in (ROOT / "SECURITY.md").read_text()
+
+
 def test_pictures_are_what_their_scripts_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(DOCS))
     badges, chart, path, sequences = map(importlib.import_module, ("badges", "throughput_chart", "data_path", "sequences"))
@@ -147,6 +177,13 @@ def test_readme_says_the_figures_of_its_chart(monkeypatch: pytest.MonkeyPatch) -
         assert f" {bar.tokens_per_s:.0f}" in alt_text[1], bar
         if bar.name == "Tandem" or bar.name.startswith("vLLM"):
             assert f"{bar.tokens_per_s:.0f} tokens/s" in readme, bar
+
+
+def test_the_api_page_names_every_error_that_a_client_can_see() -> None:
+    """The others stay between workers and routers, or end a command."""
+    errors = (DOCS / "api.md").read_text().partition("## Errors")[2]
+    told = {code for row in re.findall(r"^\| \d.*$", errors, re.MULTILINE) for code in re.findall(r"`(\w+)`", row)}
+    assert set(_BY_CODE) - told == {"tenant_full", "transport_unavailable", "config_error"}
 
 
 def test_the_api_page_names_every_field_and_every_path() -> None:
