@@ -78,10 +78,11 @@ def rollout(
     ] = None,
     watch_s: Annotated[
         float | None,
-        typer.Option("--watch", min=0.0, max=86_400.0, help="With --config: seconds to compare it at least; by default 300."),
+        typer.Option("--watch", min=0.1, max=86_400.0, help="With --config: seconds to compare it at least; by default 300."),
     ] = None,
     min_requests: Annotated[
-        int | None, typer.Option(help="With --config: requests to compare at least, of either kind; by default 20.")
+        int | None,
+        typer.Option(min=10, max=1_000_000, help="With --config: requests to compare at least, of either kind; by default 20."),
     ] = None,
     give_up: Annotated[bool, typer.Option("--abort", help="End the rollout of a configuration that is under way.")] = False,
 ) -> None:
