@@ -1,7 +1,8 @@
 """The controller: a named actor around the supervisor, and the routers' way to it.
 
 One per Ray cluster, detached, without resources of its own, so that it outlives whoever started it. `tandem serve` makes it,
-routers watch it, `tandem stop` and the end of `tandem serve` close it: its workers end with it, and it ends last.
+or takes up one that it finds (cluster.launch). Routers watch it. `tandem stop` and the end of `tandem serve` close it: its
+workers end with it, and it ends last.
 
 If its process dies, Ray starts it again, with the same handle, and it takes up its workers (cluster.supervisor). Who waits in
 `settle` or `watch` then waits for the next one; what is ordered meanwhile fails. One that can't be made ends its process, so
@@ -59,6 +60,7 @@ class Controller:
     async def _begin(
         self, config: ClusterConfig, secret: bytes, memory: Mapping[Role, WorkerMemory], *, may_grow: bool
     ) -> None:
+        self._config = config
         self._launcher = _launcher(config, secret, memory, may_grow=may_grow)
         self._supervisor = Supervisor(config, self._launcher, pool_records())
         self._open_requests = OpenRequests(await _router_count(config, secret))
@@ -98,6 +100,11 @@ class Controller:
     async def watch(self, known_version: int) -> ClusterView:
         """Return the view when its version differs from `known_version`, or after 10 s."""
         return await self._supervisor.watch(known_version)
+
+    @ray.method(max_task_retries=-1)
+    async def configurations(self) -> tuple[ClusterConfig, ClusterConfig]:
+        """Return the configuration that the cluster was started with, and the one that was rolled out last."""
+        return self._config, self._supervisor.pools.config
 
     async def scale(self, sizes: Mapping[Role, int], routers: int | None) -> None:
         """Want this many workers of these roles, and so many routers, from now on. None leaves the routers as they are.

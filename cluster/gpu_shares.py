@@ -54,6 +54,15 @@ def with_gpu_shares(config: ClusterConfig, nodes: Sequence[Resources]) -> Cluste
     return _on_processors(config) if config.device == "auto" and unplaceable(shared, nodes) is not None else _on_gpus(shared)
 
 
+def runs_as(config: ClusterConfig, running: ClusterConfig) -> bool:
+    """Return whether a cluster that was started with `config` may run with `running`: equal, but for shares of GPUs that nobody
+    named. They depend on the nodes that were there.
+    """
+    if any("GPU" in pool_of(config, role).resources for role in Role) or "GPU" not in running.decode.resources:
+        return config == running
+    return _reserving(config, running.decode.resources["GPU"]) == running
+
+
 def with_gpus_here(config: ClusterConfig) -> ClusterConfig:
     """Return the configuration with shares of this machine's GPUs. Raises ConfigError as `with_gpu_shares`."""
     gpus = num_gpus() or 0

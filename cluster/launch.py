@@ -4,6 +4,9 @@
                                          └────────► Serve, HAProxy, routers ─────┘                        │
                                                                 Ctrl-C, SIGTERM or a failure ─► down ◄────┘
 
+A Ray cluster that was joined may have a cluster already, which outlived its `tandem serve`, as it outlives the head node with
+Redis. If it has the same configuration it is taken up, then followed and taken down like one that was started here.
+
 Everything that can be found wrong before a process is started is found there. A failure at any step, and the end, leave
 nothing behind: a local Ray instance ends with all its processes; in a Ray cluster that was joined, the workers, the
 controller and the Serve application are removed one by one.
@@ -13,12 +16,13 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
-from cluster.gpu_shares import with_gpu_shares
+from cluster.gpu_shares import runs_as, with_gpu_shares
 from cluster.health import wait_healthy
 from cluster.memory import role_memory
 from cluster.open_requests import RETIRE_ANSWER_S
@@ -26,13 +30,19 @@ from cluster.ray.front import HEAD_RESOURCES
 from cluster.ray.placement import unplaceable
 from cluster.ray.session import joined_ray, local_ray
 from configs.facts import ModelFacts
-from configs.schema import ClusterConfig
+from configs.schema import ClusterConfig, HttpConfig
 from kv_transfer.tiers.occupied import remove_left_in_time
 from protocol.cluster_view import ClusterView
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, UnavailableError
 
 Report = Callable[[str], None]
 """A function that is told what is being done, in words for people."""
+_RUNS_ALREADY = "runs on this Ray cluster already; `tandem stop` ends it"
+_LET_GO_S = 30.0
+"""Seconds in which the GCS notices that a process ended together with its node."""
+_LOOK_S = 0.5
+_ANSWER_S = 60.0
+"""Seconds that a controller has to answer which Ray is starting again."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +66,7 @@ class RunningCluster:
 
     def __init__(self, controller: Any, config: ClusterConfig) -> None:
         """`config` is what it runs with: shares of GPUs are in it."""
-        self._controller = controller
+        self.controller = controller
         self.config = config
 
     def retire(self, deadline_s: float) -> int:
@@ -66,13 +76,13 @@ class RunningCluster:
         """
         from cluster.ray.parts import ask_controller
 
-        return int(ask_controller(self._controller.retire.remote(deadline_s), deadline_s + RETIRE_ANSWER_S))
+        return int(ask_controller(self.controller.retire.remote(deadline_s), deadline_s + RETIRE_ANSWER_S))
 
     def watch(self, known_version: int) -> ClusterView:
         """Return the view when it is a new one, or after 10 s. Raises UnavailableError if the controller is gone."""
         from cluster.ray.parts import ask_controller
 
-        return cast(ClusterView, ask_controller(self._controller.watch.remote(known_version)))
+        return cast(ClusterView, ask_controller(self.controller.watch.remote(known_version)))
 
 
 @contextmanager
@@ -81,8 +91,9 @@ def running_cluster(config: ClusterConfig, facts: ModelFacts, address: str | Non
 
     `facts` are the model's, which has been checked.
 
-    `address` is a Ray cluster to join, whose GPUs workers share; None starts a Ray instance of our own. Raises ConfigError for
-    whatever the operator can mend, UnavailableError when nobody answers at `address` or the cluster does not get ready in time.
+    `address` is a Ray cluster to join, whose GPUs workers share; None starts a Ray instance of our own. A cluster that runs
+    there with this configuration is taken up if nobody follows it any more. Raises ConfigError for whatever the operator can
+    mend, UnavailableError when nobody answers at `address` or the cluster does not get ready in time.
     """
     if address is None:
         report("Ray")
@@ -97,9 +108,89 @@ def running_cluster(config: ClusterConfig, facts: ModelFacts, address: str | Non
         with joined_ray(address):
             from cluster.ray.actors import node_resources
 
+            if (cluster := _running_already(config, report)) is not None:
+                with _taken_up(cluster, report):
+                    yield cluster
+                return
             sharing = with_gpu_shares(config, node_resources())
             with _pools_and_http(sharing, facts, _JOINED, report) as cluster:
                 yield cluster
+
+
+def _running_already(config: ClusterConfig, report: Report) -> RunningCluster | None:
+    """The cluster that runs on the Ray cluster, whose `tandem serve` has ended, or None if there is none to go on with.
+
+    Raises ConfigError if it has another configuration, or if somebody else is to end it: a `tandem serve` that lives, or Serve.
+    """
+    from cluster.controller import find_controller
+    from cluster.ray.parts import ask_controller
+    from cluster.teardown import remove_cluster
+
+    if (controller := find_controller()) is None:
+        return None
+    report("waiting for the end of the cluster's former `tandem serve`")
+    if not _is_left():
+        raise ConfigError(f"a Tandem cluster {_RUNS_ALREADY}", param="address")
+    known = ask_controller(controller.configurations.remote(), _ANSWER_S)
+    running = next((each for each in known if runs_as(config, each)), None)
+    if running is None:
+        raise ConfigError(f"a Tandem cluster with another configuration {_RUNS_ALREADY}", param="address")
+    cluster = RunningCluster(controller, running)
+    if not cluster.watch(0).stopping:
+        return cluster
+    remove_cluster(own=controller)  # it lets in no requests any more
+    return None
+
+
+def _is_left() -> bool:
+    """Whether the `tandem serve` that followed the cluster has ended."""
+    from cluster.ray.actors import job_has_ended
+    from cluster.records import noted_follower
+
+    if (follower := noted_follower()) is None:
+        return False
+    deadline = time.monotonic() + _LET_GO_S
+    while not (ended := job_has_ended(follower)) and time.monotonic() < deadline:
+        time.sleep(_LOOK_S)
+    return ended
+
+
+@contextmanager
+def _taken_up(cluster: RunningCluster, report: Report) -> Iterator[None]:
+    """Follows the cluster as soon as HTTP answers, also if workers are missing: it may serve without them."""
+    from cluster.teardown import remove_cluster
+
+    _follow()
+    deadline = time.monotonic() + cluster.config.limits.worker_start_s
+    try:
+        report("HTTP of the cluster that runs already")
+        while True:
+            try:
+                _wait_for_http(cluster.config.http)  # Ray is starting the routers, or has started them long ago
+                break
+            except UnavailableError:
+                if time.monotonic() > deadline:  # it may never have had routers: the next start makes a new one
+                    raise
+        yield
+    finally:
+        remove_cluster(memory_tiers=cluster.config.kv_offloading.memory_gib is not None, own=cluster.controller)
+
+
+def _follow() -> None:
+    """Have others know that this process is the one that ends the cluster."""
+    from cluster.ray.actors import own_job
+    from cluster.records import note_follower
+
+    note_follower(own_job())
+
+
+def _wait_for_http(http: HttpConfig) -> None:
+    if http.router_resources:
+        from cluster.ray.keepers.entries import wait_for_entries
+
+        wait_for_entries(http)
+    else:
+        wait_healthy(http)
 
 
 @contextmanager
@@ -119,6 +210,8 @@ def _pools_and_http(config: ClusterConfig, facts: ModelFacts, place: _Place, rep
         sweep()  # of a cluster whose controller died
     parts = Parts.start(config, os.urandom(32), memory, place.head_resources, may_grow=place.may_grow)
     try:
+        if not place.ends_with_us:
+            _follow()
         parts.prepare_front()
         settled = parts.begin_settling()
         report("workers and router")
@@ -127,12 +220,7 @@ def _pools_and_http(config: ClusterConfig, facts: ModelFacts, place: _Place, rep
         report("workers")
         ask_controller(settled)
         report("HTTP")
-        if config.http.router_resources:
-            from cluster.ray.keepers.entries import wait_for_entries
-
-            wait_for_entries(config.http)
-        else:
-            wait_healthy(config.http)
+        _wait_for_http(config.http)
         yield RunningCluster(parts.controller, config)
     finally:
         if not place.ends_with_us:

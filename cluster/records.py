@@ -1,7 +1,7 @@
 """What a controller must know of the one before it, kept in the GCS: with Redis it outlives the head node, too.
 
 There are two records, of the pools and of the autoscaler. They are written at every change, read by a controller that Ray has
-started anew, and deleted when the cluster is removed.
+started anew, and deleted when the cluster is removed. So is a note of which `tandem serve` follows the cluster.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from protocol.errors import UnavailableError
 from protocol.messages.workers import Role, WorkerLife
 
 _NAMESPACE = "tandem"
-_POOLS, _SCALER = "supervisor", "autoscaler"
+_POOLS, _SCALER, _FOLLOWER = "supervisor", "autoscaler", "follower"
 _Record = TypeVar("_Record")
 
 
@@ -94,7 +94,21 @@ def scaler_records() -> GcsRecords[ScalerRecord]:
     return GcsRecords(_SCALER, ScalerRecord)
 
 
+def note_follower(job_id: str) -> None:
+    """Record under which job id of Ray's the process has joined that follows the cluster. Blocks for a call to the GCS."""
+    internal_kv._internal_kv_put(_FOLLOWER, job_id.encode(), namespace=_NAMESPACE)
+
+
+def noted_follower() -> str | None:
+    """Return the job id of the process that follows the cluster, or did so last. None: no process ever has.
+
+    Blocks for a call to the GCS.
+    """
+    job_id = internal_kv._internal_kv_get(_FOLLOWER, namespace=_NAMESPACE)
+    return None if job_id is None else job_id.decode()
+
+
 def delete_records() -> None:
     """Delete the records of the cluster. Blocks for a call to the GCS. Idempotent."""
-    for key in (_POOLS, _SCALER):
+    for key in (_POOLS, _SCALER, _FOLLOWER):
         internal_kv._internal_kv_del(key, namespace=_NAMESPACE)

@@ -56,6 +56,17 @@ def own_cpus() -> float:
     return next((node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["NodeID"] == own), 0.0)
 
 
+def own_job() -> str:
+    """Return the id under which this process has joined Ray."""
+    job_id: str = ray.get_runtime_context().get_job_id()
+    return job_id
+
+
+def job_has_ended(job_id: str) -> bool:
+    """Return whether the process that joined Ray under this id is gone, as far as the GCS knows. Blocks for a call to Ray."""
+    return all(job["IsDead"] for job in ray._private.state.state.job_table() if job["JobID"] == job_id)
+
+
 def nodes_of_groups() -> dict[str, str]:
     """Return the id of the node of every placement group that is on one node, by the group's id. Blocks for a call to Ray."""
     groups = {group: set(entry["bundles_to_node_id"].values()) for group, entry in placement_group_table().items()}
