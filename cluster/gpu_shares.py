@@ -73,10 +73,15 @@ def with_gpus_here(config: ClusterConfig) -> ClusterConfig:
     return with_gpu_shares(config, [{"CPU": float(usable_cores()), "GPU": float(gpus), "memory": float(memory_bytes())}])
 
 
+def left_gpus_alone(config: ClusterConfig) -> bool:
+    """Return whether workers could compute on GPUs with `device: auto`, and no share of one is among their resources."""
+    named = any("GPU" in pool_of(config, role).resources for role in Role)
+    return config.engine != "paced" and config.device == "auto" and not named
+
+
 def why_left_alone(config: ClusterConfig) -> str | None:
     """Say what keeps workers off this machine's GPUs with `device: auto`; None if nothing does, or there are no GPUs."""
-    named = any("GPU" in pool_of(config, role).resources for role in Role)
-    if config.engine == "paced" or config.device != "auto" or named or not num_gpus():
+    if not left_gpus_alone(config) or not num_gpus():
         return None
     if not _torch_has_cuda():
         return _NO_CUDA

@@ -208,6 +208,7 @@ def _pools_and_http(config: ClusterConfig, facts: ModelFacts, place: _Place, rep
     memory = role_memory(config, facts)
     if not place.ends_with_us and find_controller() is None:
         sweep()  # of a cluster whose controller died
+    report("room for workers and routers")
     parts = Parts.start(config, os.urandom(32), memory, place.head_resources, may_grow=place.may_grow)
     try:
         if not place.ends_with_us:

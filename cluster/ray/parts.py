@@ -11,7 +11,7 @@ it (cluster.ray.deployment), and Serve deploys them.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -24,7 +24,7 @@ from cluster.ray.front import Front, at_head, check_listener, front_of, prepare
 from cluster.ray.keepers.audit import start_audit_keeper
 from cluster.ray.keepers.rates import start_rate_keeper
 from cluster.ray.keepers.streams import start_stream_keeper
-from cluster.ray.placement import Resources, Room, lacks_entries, pool_of
+from cluster.ray.placement import Room, lacks_entries, pool_of
 from cluster.ray.serve_app import RouterArguments
 from cluster.router_replicas import check_entries_everywhere
 from configs.schema import ClusterConfig
@@ -59,11 +59,10 @@ class Parts:
         """Start the controller, whose workers begin. `memory` is what a worker of each role takes.
 
         With `may_grow`, nodes may be added to the Ray cluster. Raises ConfigError if the Ray cluster has a controller, or if
-        the workers do not fit into memory. Raises UnavailableError if too few nodes take routers within the time that a worker
-        has to start.
+        the workers do not fit into memory and no nodes can join. Raises UnavailableError if there is no room for workers and
+        routers within the time that a worker has to start.
         """
-        nodes = _nodes_for_routers(config)
-        _check_room(config, Room(config, memory, nodes, may_grow=may_grow, routers=most_routers(config)))
+        _wait_for_room(config, memory, may_grow=may_grow)
         return cls(config, secret, start_controller(config, secret, memory, head_resources, may_grow=may_grow), head_resources)
 
     def prepare_front(self) -> None:
@@ -111,13 +110,20 @@ def ask_controller(reference: Any, deadline_s: float | None = None) -> Any:
     return wait_for(reference, deadline_s, "the controller is gone")
 
 
-def _nodes_for_routers(config: ClusterConfig) -> Sequence[Resources]:
-    """The resources of all nodes, as soon as these take all routers: nodes may be joining just now."""
+def _wait_for_room(config: ClusterConfig, memory: Mapping[Role, WorkerMemory], *, may_grow: bool) -> None:
+    """Wait until the nodes take all workers and routers to begin with: nodes may be joining just now."""
     deadline = time.monotonic() + config.limits.worker_start_s
     while True:
         nodes = node_resources()
-        if (problem := lacks_entries(config.http, config.http.router_replicas, nodes)) is None:
-            return nodes
+        room = Room(config, memory, nodes, may_grow=may_grow, routers=most_routers(config))
+        try:
+            if (problem := lacks_entries(config.http, config.http.router_replicas, nodes)) is None:
+                _check_room(config, room)
+                return
+        except ConfigError as error:
+            if not may_grow:
+                raise
+            problem = error.message
         if time.monotonic() > deadline:
             raise UnavailableError(f"{problem}, after {config.limits.worker_start_s:g} s")
         time.sleep(_LOOK_S)

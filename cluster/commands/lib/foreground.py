@@ -15,7 +15,7 @@ from rich.console import Console
 
 from cluster.checks import check_autoscale, check_keys, check_model, check_own_http, check_telemetry
 from cluster.commands.lib.interrupts import Interrupts, Phase
-from cluster.gpu_shares import why_left_alone, with_gpus_here
+from cluster.gpu_shares import left_gpus_alone, why_left_alone, with_gpus_here
 from cluster.launch import RunningCluster, running_cluster
 from cluster.measured import measured_profiles, with_measured_sizes
 from cluster.memory import with_fitting_pools
@@ -26,6 +26,8 @@ from configs.schema import ClusterConfig
 from protocol.cluster_view import ClusterView, WorkerInfo, WorkerState
 from protocol.errors import UnavailableError
 from protocol.messages.workers import Role
+
+_ON_PROCESSORS = "workers compute on the processor, not on a GPU"
 
 
 class _Lossy(io.TextIOBase):
@@ -96,6 +98,8 @@ def serve_until_interrupted(config: ClusterConfig, address: str | None) -> None:
                 try:
                     interrupts.phase = Phase.SERVING
                     _tell_gpu_shares(config, cluster.config, console)
+                    if address is not None and left_gpus_alone(cluster.config):
+                        console.print(f"{_ON_PROCESSORS}: no node had one that they can use when the cluster began")
                     _follow(cluster, config, facts.name, console)
                 except KeyboardInterrupt:
                     retire(cluster, config.limits.shutdown_s, console)
@@ -124,7 +128,7 @@ def _with_gpus(config: ClusterConfig, console: Console) -> ClusterConfig:
     sharing = with_gpus_here(config)
     _tell_gpu_shares(config, sharing, console)
     if sharing is config and (reason := why_left_alone(config)) is not None:
-        console.print(f"workers compute on the processor, not on a GPU: {reason}")
+        console.print(f"{_ON_PROCESSORS}: {reason}")
     return sharing
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -10,12 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster import gpu_shares
+from cluster.commands.lib import foreground
 from cluster.gpu_shares import share, why_left_alone, with_gpu_shares, with_gpus_here
 from cluster.memory import computes_on_processor, role_memory
 from cluster.ray.placement import Room, pool_of, unplaceable
 from configs.loader import load_config
 from configs.schema import ClusterConfig, PoolConfig
-from protocol.errors import ConfigError, InvalidRequestError
+from protocol.cluster_view import ClusterView
+from protocol.errors import ConfigError, InvalidRequestError, UnavailableError
 from protocol.messages.workers import Role
 from tests.unit.known_models import KNOWN
 
@@ -229,6 +232,46 @@ def test_a_machine_without_gpus_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch
     assert why_left_alone(config) is None
     with pytest.raises(ConfigError, match="there is none"):
         with_gpus_here(load_config(None, {"device": "cuda"}))
+
+
+@pytest.mark.parametrize(
+    ("address", "overrides", "told"),
+    [
+        ("auto", {}, True),
+        ("auto", {"device": "cpu"}, False),
+        ("auto", {"prefill.resources": {"GPU": 0.5}, "decode.resources": {"GPU": 0.5}}, False),
+        (None, {}, False),
+    ],
+)
+def test_a_cluster_that_joined_nodes_without_gpus_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    address: str | None,
+    overrides: dict[str, Any],
+    told: bool,
+) -> None:
+    """Nodes with GPUs may have been on their way."""
+
+    class Ended:
+        def __init__(self, config: ClusterConfig) -> None:
+            self.config = config
+
+        def watch(self, known_version: int) -> ClusterView:
+            raise UnavailableError("it ended")
+
+    @contextmanager
+    def running(config: ClusterConfig, *_: object) -> Iterator[Ended]:
+        yield Ended(config)
+
+    monkeypatch.setattr(gpu_shares, "num_gpus", lambda: None)
+    monkeypatch.setattr(foreground.Interrupts, "install", lambda _: None)
+    monkeypatch.setattr(foreground, "check_own_http", lambda _: None)
+    monkeypatch.setattr(foreground, "measured_profiles", lambda *_: {})
+    monkeypatch.setattr(foreground, "running_cluster", running)
+    with pytest.raises(UnavailableError, match="it ended"):
+        foreground.serve_until_interrupted(load_config(None, overrides), address)
+    line = "workers compute on the processor, not on a GPU: no node had one that they can use when the cluster began"
+    assert (line in capsys.readouterr().err.splitlines()) is told
 
 
 def test_how_torch_was_built_is_known_without_importing_it() -> None:
