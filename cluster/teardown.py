@@ -31,11 +31,17 @@ log = logging.getLogger(__name__)
 _CLOSE_S = 30.0
 
 
-def retire_cluster(deadline_s: float) -> None:
-    """Let in no new requests, and wait until none runs, or for `deadline_s` seconds."""
+def retire_cluster(deadline_s: float | None) -> None:
+    """Let in no new requests, and wait until none runs, or for `deadline_s` seconds.
+
+    None stands for `limits.shutdown_s` of the configuration that the cluster was started with.
+    """
     controller = find_controller()
     if controller is not None:
         try:
+            if deadline_s is None:
+                started, _ = ray.get(controller.configurations.remote(), timeout=RETIRE_ANSWER_S)
+                deadline_s = started.limits.shutdown_s
             ray.get(controller.retire.remote(deadline_s), timeout=deadline_s + RETIRE_ANSWER_S)
         except RayError as error:
             log.warning("requests are cut off: %s", first_line(error))

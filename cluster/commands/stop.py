@@ -20,8 +20,14 @@ def stop(
         ),
     ] = None,
     shutdown_s: Annotated[
-        float, typer.Option("--shutdown-timeout", min=0.0, max=86_400.0, help="Seconds that requests have to end.")
-    ] = 20.0,
+        float | None,
+        typer.Option(
+            "--shutdown-timeout",
+            min=0.0,
+            max=86_400.0,
+            help="Seconds that requests have to end. By default the cluster's `limits.shutdown_s`.",
+        ),
+    ] = None,
 ) -> None:
     """End the cluster on a Ray cluster (a local `tandem serve` ends with Ctrl-C). Ctrl-C meanwhile ends requests at once."""
     if address is None:

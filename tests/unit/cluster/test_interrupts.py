@@ -51,7 +51,8 @@ def test_a_stop_whose_terminal_is_lost_goes_on_to_its_end(monkeypatch: pytest.Mo
     def joined(address: str) -> Iterator[None]:
         yield
 
-    def retire_cluster(deadline_s: float) -> None:
+    def retire_cluster(deadline_s: float | None) -> None:
+        assert deadline_s is None, "the cluster's own"
         signal.raise_signal(signal.SIGHUP)
         steps.append("retired")
 
@@ -67,7 +68,7 @@ def test_a_stop_whose_terminal_is_lost_goes_on_to_its_end(monkeypatch: pytest.Mo
     monkeypatch.setattr("cluster.ray.session.joined_ray", joined)
     monkeypatch.setattr("cluster.teardown.retire_cluster", retire_cluster)
     monkeypatch.setattr("cluster.teardown.remove_cluster", remove_cluster)
-    stop(address="auto", shutdown_s=20.0)
+    stop(address="auto")
     assert steps == ["retired", "removed"]
 
 
