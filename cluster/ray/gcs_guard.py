@@ -5,7 +5,8 @@
                    └─────────────────────── with its command, its environment ──────────────────┘
 
 The new one has what the old one knew from Redis, and listens where it did, so that all others find it. `ray stop` ends raylets
-before the GCS, so it is not undone, nor during a pause before a start. Linux only: processes are read from /proc.
+before the GCS, so it is not undone, nor during a pause before a start. Beside `ray start --block`, which ends the whole node
+when its GCS ends, there is nothing to do: that is refused. Linux only: processes are read from /proc.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ class Process:
     """A process that runs now, with its command line and its environment."""
 
     pid: int
+    parent: int
+    """The process id of who started it, or of who has taken its place."""
     arguments: tuple[str, ...]
     environment: dict[str, str]
 
@@ -47,7 +50,8 @@ class Process:
 def guard_gcs(port: int) -> None:
     """Start the GCS at `port` of this head node again whenever it ends; returns when the node was stopped.
 
-    Raises ConfigError if no such GCS runs here, or if it has no Redis to keep what it knows.
+    Raises ConfigError if no such GCS runs here, if it has no Redis to keep what it knows, or if `ray start --block` ends the
+    node together with its GCS.
     """
     pause_s = 0.0
     while True:
@@ -80,6 +84,11 @@ def gcs_and_raylet(processes: Sequence[Process], port: int) -> tuple[Process | N
     return gcs, next((each for each in _named("raylet", processes) if each.value_of("--node_id") == node_id), None)
 
 
+def ends_with_gcs(processes: Sequence[Process], gcs: Process) -> bool:
+    """Return whether a `ray start --block` waits beside this GCS: it ends all other processes of the node when the GCS ends."""
+    return any(each.pid == gcs.parent and {"start", "--block"} <= set(each.arguments) for each in processes)
+
+
 def _named(program: str, processes: Sequence[Process]) -> list[Process]:
     return [process for process in processes if Path(process.arguments[0]).name == program]
 
@@ -88,10 +97,15 @@ def _both(port: int) -> tuple[Process, Process]:
     """Raises ConfigError if they do not appear, or if the GCS would have forgotten everything."""
     deadline = time.monotonic() + _APPEAR_S
     while time.monotonic() < deadline:
-        gcs, raylet = gcs_and_raylet(_processes(), port)
+        processes = _processes()
+        gcs, raylet = gcs_and_raylet(processes, port)
         if gcs is not None and gcs.value_of("--redis_address") is None:
             raise ConfigError(
                 f"the GCS at port {port} keeps nothing: set RAY_REDIS_ADDRESS at `ray start --head`", param="port"
+            )
+        if gcs is not None and ends_with_gcs(processes, gcs):
+            raise ConfigError(
+                f"the node of the GCS at port {port} ends with it: start it without `ray start --block`", param="port"
             )
         if gcs is not None and raylet is not None:
             return gcs, raylet
@@ -126,9 +140,11 @@ def _processes() -> list[Process]:
             try:
                 arguments = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
                 variables = (entry / "environ").read_bytes().decode(errors="surrogateescape").split("\0")
+                status = (entry / "stat").read_text(errors="replace")
             except OSError:
                 continue  # it has ended, or is another user's
             if arguments:
                 environment = dict(variable.partition("=")[::2] for variable in variables if variable)
-                found.append(Process(int(entry.name), tuple(arguments), environment))
+                parent = int(status.rpartition(")")[2].split()[1])  # after the name, in which there may be anything
+                found.append(Process(int(entry.name), parent, tuple(arguments), environment))
     return found

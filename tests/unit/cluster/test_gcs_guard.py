@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from typing import Any
 
 import pytest
 
 from cluster.ray import gcs_guard
 from cluster.ray.gcs_guard import Process, gcs_and_raylet, guard_gcs
+from protocol.errors import ConfigError
 
 
 def gcs(pid: int, port: int, node_id: str) -> Process:
     arguments = ("/ray/gcs/gcs_server", f"--gcs_server_port={port}", f"--node-id={node_id}", "--redis_address=127.0.0.1")
-    return Process(pid, arguments, {})
+    return Process(pid, 1, arguments, {})
 
 
 def raylet(pid: int, node_id: str) -> Process:
-    return Process(pid, ("/ray/raylet/raylet", f"--node_id={node_id}", "--node_ip_address=127.0.0.1"), {})
+    return Process(pid, 1, ("/ray/raylet/raylet", f"--node_id={node_id}", "--node_ip_address=127.0.0.1"), {})
 
 
-SHELL = Process(9, ("bash", "-c", "gcs_server --gcs_server_port=6379"), {})
+SHELL = Process(9, 1, ("bash", "-c", "gcs_server --gcs_server_port=6379"), {})
 
 
 @pytest.mark.parametrize(("port", "pids"), [(6379, (2, 5)), (6380, (4, 3))])
@@ -60,3 +62,19 @@ def test_no_gcs_is_started_on_a_node_that_was_stopped(monkeypatch: pytest.Monkey
 
         monkeypatch.setattr(subprocess, "Popen", start)
         guard_gcs(6379)
+
+
+def test_a_node_that_ends_with_its_gcs_is_refused() -> None:
+    """`ray start --block` looks at its processes once a second, and kills all of them when one has died."""
+    port, wait = 99_999, "import sys; print('begun', flush=True); sys.stdin.read()"
+    gcs_command = ["gcs_server", "-c", wait, f"--gcs_server_port={port}", "--redis_address=127.0.0.1"]
+    start = f"import subprocess, sys; subprocess.run({gcs_command!r}, executable=sys.executable)"
+    command = [sys.executable, "-c", start, "start", "--head", "--block"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as blocking:
+        try:
+            assert blocking.stdout is not None
+            assert blocking.stdout.readline() == b"begun\n"
+            with pytest.raises(ConfigError, match=f"the GCS at port {port} ends with it: start it without `ray start --block`"):
+                guard_gcs(port)
+        finally:
+            blocking.communicate()  # which closes what both wait for
