@@ -108,9 +108,9 @@ def running_cluster(config: ClusterConfig, facts: ModelFacts, address: str | Non
         with joined_ray(address):
             from cluster.ray.actors import node_resources
 
-            if (cluster := _running_already(config, report)) is not None:
-                with _taken_up(cluster, report):
-                    yield cluster
+            if (running := _running_already(config, report)) is not None:
+                with _taken_up(running, report):
+                    yield running
                 return
             sharing = with_gpu_shares(config, node_resources())
             with _pools_and_http(sharing, facts, _JOINED, report) as cluster:

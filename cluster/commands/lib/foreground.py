@@ -98,8 +98,7 @@ def serve_until_interrupted(config: ClusterConfig, address: str | None) -> None:
                 try:
                     interrupts.phase = Phase.SERVING
                     _tell_gpu_shares(config, cluster.config, console)
-                    if address is not None and left_gpus_alone(cluster.config):
-                        console.print(f"{_ON_PROCESSORS}: no node had one that they can use when the cluster began")
+                    _tell_processors(cluster.config, address, console)
                     _follow(cluster, config, facts.name, console)
                 except KeyboardInterrupt:
                     retire(cluster, config.limits.shutdown_s, console)
@@ -130,6 +129,12 @@ def _with_gpus(config: ClusterConfig, console: Console) -> ClusterConfig:
     if sharing is config and (reason := why_left_alone(config)) is not None:
         console.print(f"{_ON_PROCESSORS}: {reason}")
     return sharing
+
+
+def _tell_processors(config: ClusterConfig, address: str | None, console: Console) -> None:
+    """Say that workers of a Ray cluster that was joined do without GPUs, if that is not the operator's wish."""
+    if address is not None and left_gpus_alone(config):
+        console.print(f"{_ON_PROCESSORS}: no node had one that they can use when the cluster began")
 
 
 def _tell_gpu_shares(before: ClusterConfig, sharing: ClusterConfig, console: Console) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from cluster import gpu_shares
 from cluster.commands.lib import foreground
+from cluster.commands.lib.interrupts import Interrupts
 from cluster.gpu_shares import share, why_left_alone, with_gpu_shares, with_gpus_here
 from cluster.memory import computes_on_processor, role_memory
 from cluster.ray.placement import Room, pool_of, unplaceable
@@ -264,7 +265,7 @@ def test_a_cluster_that_joined_nodes_without_gpus_says_so(
         yield Ended(config)
 
     monkeypatch.setattr(gpu_shares, "num_gpus", lambda: None)
-    monkeypatch.setattr(foreground.Interrupts, "install", lambda _: None)
+    monkeypatch.setattr(Interrupts, "install", lambda _: None)
     monkeypatch.setattr(foreground, "check_own_http", lambda _: None)
     monkeypatch.setattr(foreground, "measured_profiles", lambda *_: {})
     monkeypatch.setattr(foreground, "running_cluster", running)

@@ -67,7 +67,7 @@ def test_nodes_that_do_not_come_are_no_fault_of_the_configuration(
 ) -> None:
     looks(monkeypatch, nodes)
     with pytest.raises(UnavailableError, match=problem):
-        started(**overrides, **{"limits.worker_start_s": 0.05})
+        started(**(overrides | {"limits.worker_start_s": 0.05}))
 
 
 def test_a_machine_that_no_other_joins_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

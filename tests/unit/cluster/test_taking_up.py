@@ -197,8 +197,8 @@ def test_a_controller_that_took_over_tells_both_configurations(monkeypatch: pyte
     started, changed = load_config(None, {"model": "/gone/a"}), load_config(None, {"model": "/gone/b"})
 
     async def scenario() -> tuple[ClusterConfig, ClusterConfig]:
-        found = await made(started, recorded(started, changed), monkeypatch, restarted=True)
-        known = await found.configurations()
+        found: Any = await made(started, recorded(started, changed), monkeypatch, restarted=True)
+        known: tuple[ClusterConfig, ClusterConfig] = await found.configurations()
         await found._rollouts.close()
         await found._supervisor.close()
         return known
