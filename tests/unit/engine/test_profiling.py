@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import subprocess
@@ -19,7 +20,9 @@ from hypothesis import strategies as st
 
 from configs.cache import cache_dir
 from configs.facts import KvCacheDtype, ModelFacts
+from configs.models import resolve_for
 from configs.profiles import MeasuredProduct, RowsChoice, read_profile
+from configs.schema import ClusterConfig
 from configs.sharding import rank_facts
 from engine.batch import Chunk
 from engine.model_runner import ModelRunner
@@ -33,7 +36,7 @@ from engine.profiling.key import profile_key
 from engine.profiling.measure import ROWS, measure_product, profile_here
 from engine.profiling.products import Product, products_of
 from protocol.sampling import SamplingParams
-from tests.tiny_models import tiny_facts
+from tests.tiny_models import BYTE_TOKENS, random_model, save_byte_tokenizer, saved, tiny_facts
 from tests.torch_threads import torch_threads
 from tests.unit.engine.conftest import WIDE, SmallModel
 
@@ -304,6 +307,22 @@ def test_steps_of_a_model_whose_widths_fill_no_parts_are_timed(monkeypatch: pyte
     products = products_of(odd, dtype, "none", 1)
     assert any(product.inputs not in (odd.hidden_size, odd.intermediate_size) for product in products)
     assert timing.time_steps(odd, products, NativeLibrary(load_alike(dtype)[0], 1, dtype)) is not None
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_a_model_is_measured_whose_unknown_scaling_is_overridden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A measurement that fails is never tried again, and the cluster would compute slowly for good."""
+    facts = tiny_facts("longrope", vocab_size=BYTE_TOKENS)
+    saved(random_model(facts, seed=1), facts, tmp_path)
+    save_byte_tokenizer(tmp_path)
+    declared = json.loads((tmp_path / "config.json").read_text()) | {"rope_parameters": {"rope_type": "longrope"}}
+    (tmp_path / "config.json").write_text(json.dumps(declared))
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    served = resolve_for(ClusterConfig(model=str(tmp_path), hf_overrides={"rope_parameters": yarn})).facts
+    monkeypatch.setattr(measuring, "load_alike", lambda dtype, compile_missing: [])
+    monkeypatch.setattr(sys, "argv", ["measure", str(tmp_path), "--threads", "1"])
+    measuring.main()
+    assert read_profile(profile_key(served, dtype="auto", quantization="auto", ranks=1, threads=1)) is not None
 
 
 @pytest.mark.usefixtures("own_cache")
