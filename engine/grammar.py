@@ -9,8 +9,8 @@ A grammar is text in the dialect of Lark that llguidance reads, written by the r
 chosen over xgrammar because it compiles next to nothing ahead: a schema that nobody has seen is ready in about a millisecond, a
 mask in 5 to 500 us. Its limits turn a hostile schema into an error instead of a stalled worker.
 
-A grammar alone lets numbers go on for ever; after `MAX_DIGITS` in a row something else is chosen if anything else may be, but
-where text is free: that ends as other text does.
+JSON alone lets numbers go on for ever; after `MAX_DIGITS` in a row something else is chosen if anything else may be, but where
+text is free and where a string may end: those end as other text does. So do digits in grammars without JSON.
 
 The state is a function of the answer's tokens alone, so a stream that goes on elsewhere, or choices that share a prompt, need
 nothing but these. Only the first rank of a worker samples, and only it has constraints.
@@ -38,9 +38,10 @@ Allowed = npt.NDArray[np.bool_]
 """Whether each token is allowed, by token id."""
 
 MAX_DIGITS = 40
-"""Most digits in a row, where the answer may go on otherwise and text is not free. JSON sets no limit, so a model
-that falls into a loop within a number would never leave it; no double needs more than 17 significant digits, no 128-bit
-integer more than 39."""
+"""Most digits of a JSON number in a row, where the answer may go on otherwise. JSON sets no limit, so a model that falls into a
+loop within a number would never leave it; no double needs more than 17 significant digits, no 128-bit integer more than 39."""
+_JSON = "%json"
+"""The directive by which a grammar has a JSON Schema in it."""
 _KEPT_GRAMMARS = 64
 _ACCEPTED_AT_ONCE = 32
 """Tokens of an answer that a grammar is brought behind before others get a turn: each takes 1 to 100 us."""
@@ -68,7 +69,7 @@ class Grammars:
                 if len(self._compiled) > _KEPT_GRAMMARS:
                     self._compiled.popitem(last=False)
             self._compiled.move_to_end(grammar)
-        constraint = Constraint(matcher.deep_copy(), self._facts, self._vocabulary[1], self._masks)
+        constraint = Constraint(matcher.deep_copy(), self._facts, self._vocabulary[1], self._masks, has_json=_JSON in grammar)
         for index, token_id in enumerate(answer, start=1):
             constraint.accept(token_id)
             if index % _ACCEPTED_AT_ONCE == 0:
@@ -103,19 +104,22 @@ class _Digits:
         self.only = [token.isdigit() for token in tokens]
         self.last = [len(token) - len(token.rstrip(b"0123456789")) for token in tokens]
         """How many a token ends with."""
-        self.letter = [token_id for token_id, token in enumerate(tokens) if token == b"x"]
-        """A letter that no number has, nor follows one in JSON: where it may be next, text is free."""
+        self.text = [token_id for token_id, token in enumerate(tokens) if token in (b"x", b'"')]
+        """What no number of JSON has, nor follows one: where one of these may be next, text is free, or a string may end."""
 
 
 class Constraint:
     """The state of a grammar after the answer so far. `begin` and `allowed` once for each token, then `accept` it."""
 
-    def __init__(self, matcher: LLMatcher, facts: ModelFacts, digits: _Digits, masks: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, matcher: LLMatcher, facts: ModelFacts, digits: _Digits, masks: ThreadPoolExecutor, *, has_json: bool
+    ) -> None:
         self._matcher = matcher
         self._vocab_size = facts.vocab_size
         self._eos = list(facts.eos_token_ids)
         self._digits = digits
         self._digits_in_row = 0
+        self._has_json = has_json
         self._masks = masks
         self._mask: Future[bytes] | None = None
 
@@ -131,7 +135,7 @@ class Constraint:
         assert self._mask is not None, "begun before"
         packed = np.frombuffer(self._mask.result(), dtype=np.uint8)
         bits: Allowed = np.unpackbits(packed, bitorder="little", count=self._vocab_size).view(np.bool_)
-        if self._digits_in_row >= MAX_DIGITS and not bits[self._digits.letter].any():
+        if self._has_json and self._digits_in_row >= MAX_DIGITS and not bits[self._digits.text].any():
             others = bits & ~self._digits.first
             bits = others if others.any() else bits
         may_end = bool(bits[self._eos].any())

@@ -230,9 +230,15 @@ def test_digits_go_on_where_nothing_else_may_follow(model: Model, spelled: list[
 
 @pytest.mark.parametrize(
     ("rule", "before"),
-    [("TEXT\nTEXT: /(.|\\n)*/", "It is "), ('%json {"type": "string"}', '"'), ('%json {"type": "object"}', '{"a": "')],
+    [
+        ("TEXT\nTEXT: /(.|\\n)*/", "It is "),
+        ('%json {"type": "string"}', '"'),
+        ('%json {"type": "object"}', '{"a": "'),
+        ('%json {"type": "string", "pattern": "^[0-9]{1,64}$"}', '"'),
+        ("/[0-9]{1,80}/", ""),
+    ],
 )
-def test_digits_go_on_in_free_text(model: Model, spelled: list[bytes], rule: str, before: str) -> None:
+def test_digits_go_on_outside_of_numbers(model: Model, spelled: list[bytes], rule: str, before: str) -> None:
     digits = {spelled.index(str(digit).encode()) for digit in range(10)}
     constraint = constrain(model, f"{HEAD}start: {rule}\n", say(spelled, before + "1" * (MAX_DIGITS + 20)))
     assert digits <= allowed(constraint)
