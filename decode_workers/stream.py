@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableSequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -40,8 +41,9 @@ class Stream:
     block_table: BlockTable
     """The ledger's own: empty while preempted."""
     sampling: SamplingParams
-    token_ids: list[int]
-    """Prompt and answer so far. When the stream runs, the next step computes the KV of the newest token."""
+    token_ids: MutableSequence[int]
+    """Prompt and answer so far, as an array for penalties, which read it in place. When the stream runs, the next step computes
+    the KV of the newest token."""
     num_generated: int
     computed: int
     """Number of leading tokens whose KV is in the pool: all but the newest when the stream runs."""

@@ -42,13 +42,15 @@ class Chunk:
     num_generated: int
     """Tokens of the answer so far, before the one to be sampled."""
     history: Sequence[int] = ()
-    """Prompt and answer so far, for sampling that looks back."""
+    """Prompt and answer so far, but for the `tail`, for sampling that looks back."""
     scores: PromptScores | None = None
     """Gets the logprobs of the prompt's tokens, if they are wanted."""
     constraint: Constraint | None = None
     """Says which tokens may be sampled, if not all."""
     continues: bool = False
     """Goes on where the chunk before it in the step ends, in the same sequence, and is laid out as one with it."""
+    tail: Sequence[int] = ()
+    """The newest tokens of the answer where they are drafts, so that all drafts of a stream can share its history."""
 
     @property
     def end(self) -> int:

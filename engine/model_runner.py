@@ -343,7 +343,7 @@ def _score(logits_SV: Tensor, batch: ForwardBatch, chunks: Sequence[Chunk]) -> t
 def _request(chunk: Chunk) -> SampleRequest:
     assert chunk.sampling is not None, "only chunks that sample have logits"
     allowed_V = None if chunk.constraint is None else chunk.constraint.allowed(chunk.sampling, chunk.num_generated)
-    return SampleRequest(chunk.sampling, chunk.end, chunk.num_generated, chunk.history, allowed_V)
+    return SampleRequest(chunk.sampling, chunk.end, chunk.num_generated, chunk.history, allowed_V, chunk.tail)
 
 
 def _check_kv_format(kv_cache_dtype: KvCacheDtype, device: DeviceName) -> None:

@@ -51,9 +51,11 @@ class SampleRequest:
     num_generated: int
     """Tokens of the answer before it."""
     history: Sequence[int] = ()
-    """All tokens before it, prompt and answer; read only for penalties."""
+    """All tokens before it, prompt and answer, but for the `tail`; read only for penalties."""
     allowed_V: Allowed | None = None
     """Which tokens may be chosen, if a grammar says so; it has the last word on stop tokens, too."""
+    tail: Sequence[int] = ()
+    """The tokens of the answer right before it that are drafts."""
 
     @property
     def masks_stops(self) -> bool:
@@ -117,12 +119,14 @@ def adjusted(row_V: _Row, request: SampleRequest) -> _Row:
         # np.unique sorts, which takes up to four times as long with a long history. All streams of the worker wait for it.
         is_seen_V = np.zeros(len(result_V), np.bool_)
         is_seen_V[np.asarray(request.history, dtype=np.int64)] = True
+        is_seen_V[np.asarray(request.tail, dtype=np.int64)] = True
         seen = np.flatnonzero(is_seen_V)
         logits, factor = result_V[seen], np.float32(sampling.repetition_penalty)
         result_V[seen] = np.where(logits > 0, logits / factor, logits * factor)
     if sampling.presence_penalty or sampling.frequency_penalty:
-        answer = request.history[len(request.history) - request.num_generated :]
-        said, counts = np.unique(np.asarray(answer, dtype=np.int64), return_counts=True)
+        first = len(request.history) + len(request.tail) - request.num_generated
+        parts = [np.asarray(part, dtype=np.int64) for part in (request.history[first:], request.tail)]
+        said, counts = np.unique(np.concatenate(parts), return_counts=True)
         result_V[said] -= np.float32(sampling.frequency_penalty) * counts.astype(np.float32)
         result_V[said] -= np.float32(sampling.presence_penalty)
     if request.allowed_V is not None:

@@ -57,14 +57,13 @@ def _rows(chunk: Chunk, drafted: Sequence[int], joined: bool) -> list[Chunk]:
     """Fewer than `drafted` where the grammar forbids some."""
     assert chunk.sampling is not None, "drafts follow what is sampled"
     states = [None] * len(drafted) if chunk.constraint is None else chunk.constraint.ahead(drafted)
-    looks_back = chunk.sampling.penalizes
     return [
         replace(
             chunk,
             token_ids=(drafted[i],),
             start=chunk.end + i,
             num_generated=chunk.num_generated + i + 1,
-            history=[*chunk.history, *drafted[: i + 1]] if looks_back else (),
+            tail=drafted[: i + 1],
             constraint=state,
             continues=joined,
         )

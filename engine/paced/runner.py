@@ -93,7 +93,7 @@ class PacedRunner:
                 continue
             token_id = self._said(chunk.end, chunk.block_table)
             allowed_V = None if chunk.constraint is None else chunk.constraint.allowed(chunk.sampling, chunk.num_generated)
-            request = SampleRequest(chunk.sampling, chunk.end, chunk.num_generated, chunk.history, allowed_V)
+            request = SampleRequest(chunk.sampling, chunk.end, chunk.num_generated, chunk.history, allowed_V, chunk.tail)
             if request.adjusts or chunk.sampling.num_logprobs is not None:
                 sampled.append((i, request, token_id))
             else:

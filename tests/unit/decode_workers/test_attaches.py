@@ -50,20 +50,22 @@ def test_a_committed_ticket_waits_for_its_grammar_as_long_as_its_router_lives(pi
             on_failed=lambda entry: attaches.failed(entry, KvTransferError("the ticket is expired")),
             on_settled=lambda: None,
         )
+        scheduler = DecodeScheduler(ledger, 8, 64, 30.0, loop.time)
         attaches = Attaches(
             TINY,
             BLOCK,
             cast(Grammars, SlowGrammars()),
             ledger,
-            DecodeScheduler(ledger, 8, 64, 30.0, loop.time),
+            scheduler,
             lambda router, message: sent.append(message),
             spawn,
             lambda: None,
             None,
         )
+        sampling = SamplingParams(seed=1, max_tokens=8, grammar="start: /a/", presence_penalty=0.5)
         entry = ledger.reserve(ROUTER, (5, 6, 7), 8, "")
         assert entry is not None
-        attaches.ask(ROUTER, Attach(1, entry.ticket_id, 9, SamplingParams(seed=1, max_tokens=8, grammar="start: /a/"), 1))
+        attaches.ask(ROUTER, Attach(1, entry.ticket_id, 9, sampling, 1))
         ledger.begin_push(b"p", entry.ticket_id, entry.transfer_id, 0, 3)
         ledger.end_push(entry.ticket_id, 3, ok=True)
         assert ledger.commit(entry.ticket_id, entry.transfer_id, 3)
@@ -73,6 +75,9 @@ def test_a_committed_ticket_waits_for_its_grammar_as_long_as_its_router_lives(pi
                 ledger.renew(ROUTER, attaches.waiting())
             ledger.expire()
         assert [type(message) for message in sent] == [Attached if pings else Failed]
+        for stream in scheduler.streams:
+            assert list(stream.token_ids) == [5, 6, 7, 9]
+            assert memoryview(stream.token_ids).format == "q", "penalties read it in place"  # type: ignore[arg-type]
         await asyncio.gather(*tasks)
 
     run_in_simulated_time(main())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import replace
 from typing import Any
 
@@ -179,6 +180,23 @@ def test_a_token_is_penalized_once_however_often_it_was_seen(history: list[int],
     expected[seen] = np.where(row[seen] > 0, row[seen] / factor, row[seen] * factor)
     asked = SampleRequest(replace(PLAIN, repetition_penalty=penalty), len(history), 0, history)
     assert adjusted(row, asked).tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("sampling", PENALIZED)
+@given(
+    prompt=st.lists(st.integers(0, 19), max_size=12),
+    answer=st.lists(st.integers(0, 19), max_size=12),
+    drafts=st.integers(0, 12),
+)
+def test_a_draft_behind_a_history_is_penalized_as_a_part_of_it(
+    sampling: SamplingParams, prompt: list[int], answer: list[int], drafts: int
+) -> None:
+    row = random_logits(1, 20, len(prompt))[0].numpy()
+    joined = SampleRequest(sampling, len(prompt + answer), len(answer), prompt + answer)
+    first = len(prompt) + max(0, len(answer) - drafts)
+    tail = tuple(joined.history[first:])
+    apart = replace(joined, history=array("q", joined.history[:first]), tail=tail)
+    assert adjusted(row, apart).tobytes() == adjusted(row, joined).tobytes()
 
 
 def test_neutral_sampling_adjusts_nothing() -> None:

@@ -38,24 +38,24 @@ class Model:
         for row, i in zip(batch.sample_rows_S.tolist(), batch.sampled_chunks, strict=True):
             table, end = chunks[i].block_table, int(batch.positions_T[row]) + 1
             context = [self.slots[table[place // BLOCK] * BLOCK + place % BLOCK] for place in range(end)]
-            assert list(chunks[i].history) in ([], context), "what it looks back at"
+            assert [*chunks[i].history, *chunks[i].tail] == context, "what it looks back at"
             outputs[i] = SampledToken(say(context), None)
         return outputs
 
 
-@given(st.lists(st.lists(st.integers(0, 6), max_size=4), min_size=1, max_size=30), st.booleans(), st.booleans())
-def test_tokens_are_those_of_single_steps(drafts: list[list[int]], joined: bool, penalized: bool) -> None:
+@given(st.lists(st.lists(st.integers(0, 6), max_size=4), min_size=1, max_size=30), st.booleans())
+def test_tokens_are_those_of_single_steps(drafts: list[list[int]], joined: bool) -> None:
     """Guesses of any kind, and right ones where the list says 6: as the model would say."""
     plain = [1, 2, 3]
     for _ in range(200):
         plain.append(say(plain))
     model, tokens, computed = Model(), [1, 2, 3], 0
-    sampling = PENALIZED if penalized else SamplingParams(seed=3, max_tokens=200)
     for drafted in drafts:
         right = [plain[len(tokens) + i] if each == 6 else each for i, each in enumerate(drafted)]
         table = list(range(100))
-        chunk = Chunk(tokens[computed:], computed, table, sampling, len(tokens) - 3, history=tokens if penalized else ())
+        chunk = Chunk(tokens[computed:], computed, table, PENALIZED, len(tokens) - 3, history=tokens)
         step = drafted_step([chunk], [right], joined=joined)
+        assert all(each.history is tokens for each in step.chunks), "a long one is copied for no draft"
         [said] = step.results(model.execute(list(step.chunks)))
         assert 1 <= len(said) <= 1 + len(right)
         computed = len(tokens) + len(said) - 1

@@ -60,7 +60,7 @@ class MadeUpDrafter:
         self.probes += 1
         return Drafted((), [(1, self.step_s + self.row_s)] * 3)
 
-    def holds(self, drafts: ModelDrafts, tokens: list[int]) -> bool:
+    def holds(self, drafts: ModelDrafts, tokens: Sequence[int]) -> bool:
         slots = [drafts.blocks[i // self.block_size] * self.block_size + i % self.block_size for i in range(drafts.computed)]
         return [self.slots[slot] for slot in slots] == tokens[: drafts.computed]
 
