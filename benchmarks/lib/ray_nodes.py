@@ -48,11 +48,13 @@ _OBJECT_STORE_BYTES = 128 * 1024 * 1024
 class RayNodes:
     """The machines, and what was started on them. Call `start_head`, `start_node`, then `serve`."""
 
-    def __init__(self, folder: Path, log: IO[bytes], environment: Mapping[str, str]) -> None:
-        """Everything is written below `folder`, whose path must be short: Ray's Unix sockets lie there. `environment` is of all
-        processes.
+    def __init__(self, folder: Path, config: str, log: IO[bytes], environment: Mapping[str, str]) -> None:
+        """Everything is written below `folder`, whose path must be short: Ray's Unix sockets lie there. `config` is the
+        cluster's, in YAML; `environment` is of all processes.
         """
         self._folder = folder
+        self._config = folder / "cluster.yaml"
+        self._config.write_text(config)
         self._log = log
         self._environment = environment
         self._num_heads = 0
@@ -85,27 +87,23 @@ class RayNodes:
         flags = (f"--address={HEAD}:{_GCS_PORT}", f"--resources={json.dumps(resources)}", "--num-cpus=1")
         self._start_ray(self.nodes[number], flags)
 
-    def serve(self, config: Path) -> None:
+    def serve(self) -> None:
         """Run `tandem serve` on the head node until it says that it is ready. Raises RuntimeError if it ends."""
-        assert self.head is not None, "start_head comes first"
-        tandem = str(Path(sys.executable).with_name("tandem"))
-        command = [tandem, "serve", "--address", f"{HEAD}:{_GCS_PORT}", "--config", str(config), "--allow-anonymous"]
-        command += ["--host", "0.0.0.0", "--port", str(HTTP_PORT)]
         said = self._folder / _SERVE_LOG
         with said.open("wb") as output:
-            self._serving = process = subprocess.Popen(
-                self.head.inside(command),
-                env={**self._environment_on(self.head), "TANDEM_ADMIN_KEY": ADMIN_KEY},
-                cwd=self._folder,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
+            self._serving = process = self._start_serve(output)
         deadline = time.monotonic() + _READY_S
         while "ready:" not in said.read_text():
             if process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"tandem serve is not ready:\n{said.read_text()}")
             time.sleep(_LOOK_S)
+
+    def serve_beside(self) -> tuple[int, str]:
+        """Run one more `tandem serve` on the head node, to its end; return its exit code, and what it has said."""
+        with tempfile.TemporaryFile(dir=self._folder) as output:
+            code = self._start_serve(output).wait(_END_S)
+            output.seek(0)
+            return code, output.read().decode()
 
     def leave(self, number: int, deadline_s: int) -> subprocess.CompletedProcess[str]:
         """Run `tandem leave` on a node, to its end."""
@@ -139,6 +137,19 @@ class RayNodes:
         """End all machines."""
         for machine in (*self.nodes.values(), *([] if self.head is None else [self.head])):
             machine.close()
+
+    def _start_serve(self, output: IO[bytes]) -> subprocess.Popen[bytes]:
+        assert self.head is not None, "start_head comes first"
+        tandem = str(Path(sys.executable).with_name("tandem"))
+        command = [tandem, "serve", "--address", f"{HEAD}:{_GCS_PORT}", "--config", str(self._config), "--allow-anonymous"]
+        return subprocess.Popen(
+            self.head.inside([*command, "--host", "0.0.0.0", "--port", str(HTTP_PORT)]),
+            env={**self._environment_on(self.head), "TANDEM_ADMIN_KEY": ADMIN_KEY},
+            cwd=self._folder,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
 
     def _start_ray(self, machine: Machine, flags: Sequence[str]) -> None:
         ray = str(Path(sys.executable).with_name("ray"))
@@ -189,15 +200,14 @@ def ray_nodes(
         folder = Path(scratch)
         redis = [REDIS, "--port", str(_REDIS_PORT), "--bind", OUTSIDE, "--protected-mode", "no", "--save", "", "--dir", scratch]
         with (folder / "ray.log").open("wb") as log, subprocess.Popen(redis, stdout=log, stderr=log) as keeper:
-            nodes = RayNodes(folder, log, own | dict(environment or {}))
+            nodes = RayNodes(folder, config, log, own | dict(environment or {}))
             try:
-                (folder / "cluster.yaml").write_text(config)
                 nodes.start_head()
                 for number in range(1, num_nodes + 1):
                     nodes.start_node(number)
                 for number in range(num_nodes + 1, num_nodes + num_entries + 1):
                     nodes.start_node(number, ENTRY)
-                nodes.serve(folder / "cluster.yaml")
+                nodes.serve()
                 yield nodes
             except BaseException:
                 print((folder / "ray.log").read_text()[-4000:], file=sys.stderr)

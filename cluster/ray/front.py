@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -65,6 +65,11 @@ def front_of(secret: bytes) -> Front | None:
     if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") != "1":
         return None
     return Front(hmac.new(secret, b"tandem front", hashlib.sha256).hexdigest(), _base())
+
+
+def front_at_head(front: Front) -> Front:
+    """Return the front as it is on this head node: one that has taken over may have another folder for HAProxy than the first."""
+    return replace(front, base=_base())
 
 
 def certificate_files(http: HttpConfig) -> CertificateFiles | None:

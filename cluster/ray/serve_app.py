@@ -18,7 +18,7 @@ from ray.exceptions import RayError
 from ray.serve.schema import ApplicationStatus
 
 from cluster.controller import RayControllerClient
-from cluster.ray.front import LOOPBACK, Front, counts_folder, restore
+from cluster.ray.front import LOOPBACK, Front, counts_folder, front_at_head, restore
 from cluster.ray.keepers.audit import RayAuditStore
 from cluster.ray.keepers.rates import rate_store
 from cluster.ray.keepers.streams import RayRecordStore
@@ -91,7 +91,7 @@ class RouterReplica:
 
             node, elsewhere = await enter(given.config, given.front)
         elif given.front is not None:
-            await asyncio.to_thread(restore, given.config, given.front)
+            await asyncio.to_thread(restore, given.config, front_at_head(given.front))
         counts = CountsFolder(counts_folder(), node)
         self._router = Router(given.config, model, given.secret, RayControllerClient(given.controller), counts, elsewhere)
         self._meter = Meter(rate_store(given.config, given.rate_keeper))

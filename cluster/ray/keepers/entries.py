@@ -25,7 +25,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from cluster.health import wait_healthy
 from cluster.ray.actors import NAME_PREFIX, NAMESPACE, is_head, own_names, start_keeper
 from cluster.ray.errors import answer, wait_for
-from cluster.ray.front import Front, counts_folder, restore, withdraw
+from cluster.ray.front import Front, counts_folder, front_at_head, restore, withdraw
 from configs.schema import ClusterConfig, HttpConfig
 from protocol.errors import ConfigError, TandemError, UnavailableError, first_line
 from telemetry.counts_folder import CountsReader, num_places
@@ -165,18 +165,18 @@ async def enter(config: ClusterConfig, front: Front | None) -> tuple[str, OtherE
 
     The head's routers have no name of their node's. Raises ConfigError for what is missing on this node.
     """
-    node = await prepare_node(config, front)
+    node: str = ray.get_runtime_context().get_node_id()
     at_head = await asyncio.to_thread(is_head, node)
+    await prepare_node(config, front_at_head(front) if front is not None and at_head else front)
     return "" if at_head else ray.util.get_node_ip_address(), OtherEntries(_PREFIX + node)
 
 
-async def prepare_node(config: ClusterConfig, front: Front | None) -> str:
-    """Have this node ready for an entry, and return its id. Raises ConfigError for what is missing on it."""
+async def prepare_node(config: ClusterConfig, front: Front | None) -> None:
+    """Have this node ready for an entry. Raises ConfigError for what is missing on it."""
     node: str = ray.get_runtime_context().get_node_id()
     there = NodeAffinitySchedulingStrategy(node, soft=False)
     keeper = await asyncio.to_thread(start_keeper, EntryKeeper, _NAME + node, {}, scheduling_strategy=there)
     await answer(keeper.prepare.remote(config, front))
-    return node
 
 
 def wait_for_entries(http: HttpConfig) -> None:
