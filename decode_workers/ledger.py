@@ -203,7 +203,8 @@ class Ledger:
         entry = self._entries[ticket_id]
         assert entry.pushes_in_flight > 0, "more pushes ended than began"
         entry.pushes_in_flight -= 1
-        entry.deadline = self._deadline()
+        if not entry.state.final:  # otherwise its blocks are quarantined for as long as the next push may take
+            entry.deadline = self._deadline()
         if ok:
             entry.received_tokens += num_tokens
         elif not entry.state.final:

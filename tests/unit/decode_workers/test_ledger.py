@@ -444,6 +444,22 @@ def test_pings_keep_a_waiting_ticket_but_not_a_forgotten_one() -> None:
     assert forgotten.state is TicketState.EXPIRED, "committed KV that nobody attaches to is given up"
 
 
+def test_a_quarantined_ticket_keeps_its_deadline_when_one_of_two_pushes_ends() -> None:
+    """The other may wait for its step. An audit finds what is held beyond its deadline."""
+    ledger, _ = book()
+    entry = ledger.reserve(b"r", tuple(range(12)), 2, "")
+    assert entry is not None
+    for start in (0, 6):
+        assert ledger.begin_push(b"p", entry.ticket_id, entry.transfer_id, start, 6)
+    ledger.abort(entry.ticket_id)
+    deadline = entry.deadline
+    ledger.end_push(entry.ticket_id, 6, ok=True)
+    assert entry.quarantined
+    assert entry.deadline == deadline
+    ledger.end_push(entry.ticket_id, 6, ok=True)
+    assert len(ledger) == 0
+
+
 def test_one_block_for_each_ticket_stays_free_beside_a_new_one() -> None:
     ledger, blocks = book()
     prompt = tuple(range(2 * BLOCK_SIZE + 1))
