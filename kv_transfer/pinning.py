@@ -22,10 +22,12 @@ class PinningCache(Protocol):
     def match(self, keys: Sequence[bytes]) -> int:
         """Number of leading keys whose blocks are all cached."""
 
-    def pin(self, purpose: str, num_blocks: int, keys: Sequence[bytes], deadline: float, *, most: float = 1.0) -> Pinned | None:
+    def pin(
+        self, purpose: str, num_blocks: int, keys: Sequence[bytes], deadline: float, *, most: float = 1.0, spare: int = 0
+    ) -> Pinned | None:
         """Own blocks until `unpin`: first the cached ones of `keys`, shared, then fresh ones.
 
-        None if prompts need them, or if it takes more than this share of the free ones.
+        None if prompts need them, or if it takes more than this share of the free ones, or leaves fewer than `spare`.
         """
 
     def unpin(self, pin: Any, keys: Sequence[bytes] = ()) -> None:

@@ -13,6 +13,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Coroutine, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from configs.model_files.kv_window import KvWindow
@@ -101,7 +102,7 @@ class WorkerCore:
             self.spawn,
             self.changed,
             limits.lease_s,
-            can_spare=lambda: all(role.growth() is not None for role in self._roles),
+            growth=partial(self.growth_beside, None),
         )
         self._niceness = self._reniced = niceness
         """What the role wants, and what was asked for last."""
@@ -128,9 +129,9 @@ class WorkerCore:
         """Have the worker do the work of this role, too. Called before `run`."""
         self._roles.append(role)
 
-    def growth_beside(self, role: RoleWork, shared: Sequence[bytes] = ()) -> int | None:
-        """KV blocks that work of this role which shares these cached blocks leaves to what is under way of the other's; None:
-        nothing new should begin now.
+    def growth_beside(self, role: RoleWork | None, shared: Sequence[bytes] = ()) -> int | None:
+        """KV blocks that work of this role which shares these cached blocks leaves to what is under way of the other's, and
+        work of no role to both; None: nothing new should begin now.
         """
         wanted = [other.growth(shared) for other in self._roles if other is not role]
         return None if None in wanted else sum(each or 0 for each in wanted)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from kv_transfer.peers import DecodePeers
@@ -32,7 +32,9 @@ prefix that takes more, the first half is lent, or a half of that, and so on."""
 
 class Lender:
     """Serves the fetches of one worker's cached blocks. `send` takes a peer's wire identity and a message; `spawn` runs a task
-    for as long as the worker; `on_change` is called when blocks were unpinned. Nothing is lent unless it `can_spare` blocks.
+    for as long as the worker; `on_change` is called when blocks were unpinned. `growth` says how many blocks a loan that takes
+    these cached ones leaves to the worker's own prompts and streams. It is None while one of them waits for some: then nothing
+    is lent.
     """
 
     def __init__(
@@ -44,7 +46,7 @@ class Lender:
         spawn: Callable[[Coroutine[Any, Any, None]], object],
         on_change: Callable[[], None],
         lease_s: float,
-        can_spare: Callable[[], bool],
+        growth: Callable[[Sequence[bytes]], int | None],
     ) -> None:
         self._cache = cache
         self._block_size = block_size
@@ -53,7 +55,7 @@ class Lender:
         self._spawn = spawn
         self._on_change = on_change
         self._lease_s = lease_s
-        self._can_spare = can_spare
+        self._growth = growth
         self._loans = 0
         self.lent_tokens = 0
         """Tokens whose KV was sent and committed, since start."""
@@ -64,7 +66,7 @@ class Lender:
         """Take a Fetch. It is answered at once if it is refused, and otherwise when the KV is there."""
         try:
             num_blocks = self._checked(message)
-            pinned = self._pinned(message, num_blocks) if self._can_spare() else None
+            pinned = self._pinned(message, num_blocks)
             if pinned is None:
                 raise OverloadedError("the pool has no blocks to spare", retry_after_s=1.0)
         except TandemError as error:
@@ -92,7 +94,11 @@ class Lender:
     def _pinned(self, message: Fetch, num_blocks: int) -> Pinned | None:
         """Pin as many of the leading blocks as one loan may take. None if these are none that the borrower lacks."""
         while num_blocks * self._block_size > message.ticket.held_tokens:
-            pinned = self._cache.pin("lent", num_blocks, message.keys[:num_blocks], self._deadline(), most=MOST_SHARE)
+            keys = message.keys[:num_blocks]
+            growth = self._growth(keys)
+            if growth is None:
+                return None
+            pinned = self._cache.pin("lent", num_blocks, keys, self._deadline(), most=MOST_SHARE, spare=growth)
             if pinned is not None:
                 return pinned
             num_blocks //= 2
@@ -120,7 +126,7 @@ class Lender:
         transfer, end = OutgoingTransfer(message.ticket), len(pinned.table) * self._block_size
         pair = await self._peers.pair(message.ticket.worker)
         while (start := transfer.sent_tokens) < end:
-            if start > message.ticket.sent_from and (self._cache.lacking or not self._can_spare()):
+            if start > message.ticket.sent_from and (self._cache.lacking or self._growth(()) is None):
                 break
             size = min(PIECE_TOKENS, end - start)
             await pair.push(STEP_OVER, [PushPart(transfer, pinned.table, start, size)])

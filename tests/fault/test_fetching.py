@@ -122,10 +122,10 @@ def test_a_loan_ends_when_the_lender_needs_its_blocks(two_workers: Factory, refe
             router = await workers.router()
             prompt = prompt_of(LENGTH)
             fetch = await only_decode_holds(workers, router, prompt)
-            spares = iter([True, True, False])  # when it is asked, after the first piece, after the second
+            growth = iter([0, 0, None])  # when it is asked, after the first piece, after the second
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(lender, "PIECE_TOKENS", 16)
-                patch.setattr(workers.decode.core.lender, "_can_spare", lambda: next(spares))
+                patch.setattr(workers.decode.core.lender, "_growth", lambda shared: next(growth))
                 prefilled, tokens = await ask(workers, router, prompt, fetch)
             assert tokens == reference(prompt, 8)
             assert prefilled.brought.peer_tokens == workers.decode.core.lender.lent_tokens == 32

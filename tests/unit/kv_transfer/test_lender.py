@@ -1,8 +1,9 @@
-"""What a lender counts of what it has sent, between two real ends."""
+"""What a lender sends and counts between two real ends, and what it leaves to its own worker."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,6 +13,8 @@ from kv_transfer.peers import DecodePeers
 from kv_transfer.transports.loopback import LoopbackNetwork
 from protocol.cache.fetch import Fetch, Fetched
 from protocol.cache.keys import block_keys
+from protocol.errors import OverloadedError
+from protocol.messages.workers import Ticket, WorkerRef
 from tests.unit.kv_transfer.two_ends import BLOCK_SIZE, BLOCKS, HEADS, LEASE_S, pool, world
 
 TOKENS = 3 * BLOCK_SIZE
@@ -40,7 +43,7 @@ def test_lent_bytes_are_those_of_the_tokens_that_were_sent() -> None:
                 lambda work: running.append(asyncio.create_task(cast(Any, work))),
                 lambda: None,
                 LEASE_S,
-                can_spare=lambda: True,
+                growth=lambda shared: 0,
             )
             ticket, _ = w.decode.ticket(TOKENS)
             lender.ask(b"borrower", Fetch(7, ticket, tuple(keys)))
@@ -51,3 +54,36 @@ def test_lent_bytes_are_those_of_the_tokens_that_were_sent() -> None:
             await pair.close()
 
     asyncio.run(scenario())
+
+
+def test_a_loan_leaves_the_blocks_that_the_lenders_own_streams_want_next() -> None:
+    cache, keys = PrefixCache(10), block_keys(range(10 * BLOCK_SIZE), BLOCK_SIZE, "")
+    table = cache.allocate(len(keys), ())
+    assert table is not None
+    cache.insert(keys, table)
+    cache.release(keys, table)
+    pins: list[Sequence[int]] = []
+    refusals: list[Any] = []
+    growth: list[int | None] = [9, 10, None]
+
+    def lend(work: Any) -> None:
+        work.close()
+        pins.extend(pin.table for pin in cache.pins)
+        for pin in list(cache.pins):
+            cache.unpin(pin, keys[: len(pin.table)])
+
+    lender = Lender(
+        cache,
+        BLOCK_SIZE,
+        cast(DecodePeers, None),
+        lambda peer, message: refusals.append(message.code),
+        lend,
+        lambda: None,
+        LEASE_S,
+        growth=lambda shared: growth.pop(0) if len(shared) == 1 else 9,
+    )
+    ticket = Ticket(1, 2, WorkerRef("borrower", 1, "127.0.0.1:1"), BLOCK_SIZE, (), 10 * BLOCK_SIZE, 0)
+    for _ in range(3):
+        lender.ask(b"borrower", Fetch(7, ticket, tuple(keys)))
+    assert [len(pinned) for pinned in pins] == [1]
+    assert refusals == [OverloadedError.code] * 2
