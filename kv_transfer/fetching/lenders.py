@@ -77,7 +77,9 @@ class _Connection:
 
     @classmethod
     async def open(cls, lender: WorkerRef, secret: bytes, limits: LimitsConfig) -> _Connection:
-        return cls(await WireClient.connect(lender.address, secret, limits.connect_s), limits.heartbeat_s)
+        # Who takes no connection for a lease is as silent as who says nothing for so long.
+        client = await WireClient.connect(lender.address, secret, min(limits.connect_s, limits.lease_s))
+        return cls(client, limits.heartbeat_s)
 
     async def close(self) -> None:
         self.caller.close()
