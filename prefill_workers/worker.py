@@ -210,6 +210,10 @@ class PrefillWorker:
         except TandemError as error:
             self._jobs.fail(job, error)
             return
+        if job.stopped:  # meanwhile: whoever stopped it had no pair to tell decode
+            if job.pair is not None:
+                job.pair.abort(job.transfer)
+            return
         await self._fetching.bring(job)
         if not job.stopped:
             self._scheduler.add(job.prompt, ahead=message.ahead)

@@ -16,6 +16,7 @@ from configs.schema import ClusterConfig
 from kv_transfer.transports.loopback import Faults, LoopbackTransport
 from protocol.errors import InvalidRequestError, OverloadedError, TandemError, UnavailableError
 from protocol.messages.decode import Release
+from protocol.messages.workers import WorkerRef
 from protocol.sampling import SamplingParams
 from protocol.wire import WireClient
 from tests.cases import seeds
@@ -127,6 +128,32 @@ def test_no_token_is_made_from_a_damaged_transfer(two_workers: Factory, referenc
             await workers.until(workers.all_free)
             workers.network.faults = Faults()
             assert await router.generate(prompt_of(70), greedy(8)) == reference(prompt_of(70), 8)
+
+    run(scenario())
+
+
+def test_decode_is_told_of_a_prompt_that_was_cancelled_before_there_was_a_way_to_it(
+    two_workers: Factory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with two_workers(CONFIG) as workers:
+            router, peers = await workers.router(), workers.prefill.core.peers
+            asked, reached, pair = asyncio.Event(), asyncio.Event(), peers.pair
+
+            async def reached_late(worker: WorkerRef) -> Any:
+                asked.set()
+                await reached.wait()
+                return await pair(worker)
+
+            monkeypatch.setattr(peers, "pair", reached_late)
+            ticket = await router.reserve(prompt_of(5), 4)
+            computing = asyncio.create_task(router.compute(ticket, prompt_of(5), greedy(4)))
+            await asked.wait()
+            router.cancel("r")
+            await workers.until(lambda: not len(workers.prefill._jobs))
+            reached.set()
+            await workers.until(workers.all_free)
+            computing.cancel()
 
     run(scenario())
 
