@@ -50,8 +50,8 @@ class _Coming:
     """Blocks that are being brought for one prompt."""
 
     done: asyncio.Event = field(default_factory=asyncio.Event)
-    num_others: int = 0
-    """Other prompts that wait for them."""
+    others: list[Job] = field(default_factory=list)
+    """Other prompts that wait for them, or were given up while they did."""
 
 
 class Fetching:
@@ -112,7 +112,7 @@ class Fetching:
         if self._tables.match(keys) == len(keys):
             return
         began, before = time.monotonic(), prompt.brought.seconds
-        await self._wait_for_others(keys)
+        await self._wait_for_others(job, keys)
         if (held := self._cache.match(keys)) < len(keys):
             lacking, coming = keys[held], _Coming()
             self._coming[lacking] = coming
@@ -126,16 +126,16 @@ class Fetching:
         in_vain_s = time.monotonic() - began - (prompt.brought.seconds - before)
         prompt.brought += Brought(seconds=max(0.0, in_vain_s))
 
-    async def _wait_for_others(self, keys: Sequence[bytes]) -> None:
+    async def _wait_for_others(self, job: Job, keys: Sequence[bytes]) -> None:
         """While another prompt brings the first block that lacks, for a lease at most."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self._lease_s):
                 while (held := self._cache.match(keys)) < len(keys) and (other := self._coming.get(keys[held])) is not None:
-                    other.num_others += 1
+                    other.others.append(job)
                     try:
                         await other.done.wait()
                     finally:
-                        other.num_others -= 1
+                        other.others.remove(job)
 
     def _sources(self, wanted: FetchFrom | None) -> Iterator[str | FetchFrom]:
         """Names of tiers and the peer, the faster first: a peer's pool is slower than the node's memory, and faster than its
@@ -227,7 +227,7 @@ class Fetching:
 
     def _is_wanted(self, job: Job, coming: _Coming) -> bool:
         """Whether a prompt still waits for what is being brought."""
-        return not job.stopped or coming.num_others > 0
+        return not all(each.stopped for each in (job, *coming.others))
 
     def _goes_on(self, job: Job, coming: _Coming, pin: Pin) -> None:
         """Keep a pin while its blocks come. Raises _NobodyWaitsError if nobody wants them any more."""

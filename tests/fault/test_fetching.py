@@ -415,6 +415,35 @@ def test_prompts_that_lack_the_same_blocks_fetch_them_once(two_workers: Factory,
     run(scenario())
 
 
+def test_what_two_prompts_lacked_is_not_fetched_once_both_were_cancelled(two_workers: Factory) -> None:
+    async def scenario() -> None:
+        async with two_workers(CONFIG) as workers:
+            router, fetching = await workers.router(), workers.prefill._fetching
+            fetch = await only_decode_holds(workers, router, prompt_of(LENGTH))
+            before = workers.decode.core.load().lent_tokens
+            fetching._computed_s = lambda num_tokens: 0.0  # not known: so each waits for its turn
+            while not fetching._turns.locked():
+                await fetching._turns.acquire()
+            asked = []
+            for number in (1, 2):
+                prompt = [*prompt_of(LENGTH), number]
+                ticket = await router.reserve(prompt, 1)
+                asked.append(asyncio.create_task(router.compute(ticket, prompt, greedy(1), f"r-{number}", fetch=fetch)))
+            await workers.until(lambda: any(coming.others for coming in fetching._coming.values()))
+            for number, task in enumerate(asked, 1):
+                router.cancel(f"r-{number}")
+                task.cancel()
+            await workers.until(lambda: not len(workers.prefill._jobs))
+            fetching._turns.release()
+            await workers.until(lambda: not fetching._coming)
+            assert workers.decode.core.load().lent_tokens == before
+            for ticket_id in [entry.ticket_id for entry in workers.decode.ledger]:
+                router.decode.send(Release(ticket_id))
+            await workers.until(workers.all_free)
+
+    run(scenario())
+
+
 @pytest.mark.parametrize("purpose", ["fetched", "offloaded"])
 def test_a_prompt_does_not_wait_for_blocks_that_a_disk_never_lets_go(two_workers: Factory, purpose: str) -> None:
     """It is sent back, when nothing else can be expected any more. Others are computed meanwhile."""
