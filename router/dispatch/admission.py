@@ -92,6 +92,7 @@ class Admission:
 
         A request that is `retried`, since an earlier attempt at it failed, goes ahead of all others. If its answer has begun it
         waits beyond `deadline`, unless a role has had no worker since: others are before it, and its client has a part already.
+        So does a choice of a request of which another choice has begun.
 
         Raises InvalidRequestError when no worker's pool could ever hold it. Raises OverloadedError when too many wait already,
         when no room came until `deadline` (the loop's time), or when none would at the present pace. Raises UnavailableError
@@ -110,7 +111,8 @@ class Admission:
                     claim = await self._look(find, asking, place)
                 except TimeoutError:
                     missed, missing = missing, self._missing_role()
-                    if not (retried and journal.answer_begun) or (missed and missing):
+                    begun = journal.progress.begun or (retried and journal.answer_begun)
+                    if not begun or (missed and missing):
                         raise self._refusal(journal) from None
                     place.deadline += self._config.limits.queue_s
                     continue
@@ -167,7 +169,10 @@ class Admission:
     def _placed(self, journal: Journal, deadline: float, *, ahead: bool) -> Iterator[Place]:
         """A place in line, which is counted."""
         try:
-            with self._line.place(journal.scheduling_class, self._cost(journal), deadline, ahead=ahead) as place:
+            entering = self._line.place(
+                journal.scheduling_class, self._cost(journal), deadline, ahead=ahead, progress=journal.progress
+            )
+            with entering as place:
                 self._metrics.waiting_requests.set(len(self._line))
                 yield place
         finally:

@@ -10,7 +10,7 @@ from protocol.messages.workers import WorkerLife
 from protocol.sampling import FinishReason, PromptLogprobs, SamplingParams, TokenLogprobs
 from protocol.trace import TraceContext, new_trace
 from router.rules.exactness import Reason, Way, why_inexact
-from router.rules.fair_queue import ANYBODY, SchedulingClass
+from router.rules.fair_queue import ANYBODY, RequestProgress, SchedulingClass
 
 
 class Arrival(NamedTuple):
@@ -81,6 +81,8 @@ class Journal:
     """The client's name for prompts that begin alike."""
     scheduling_class: SchedulingClass = ANYBODY
     """Decides the choice's place in the waiting line."""
+    progress: RequestProgress = field(default_factory=RequestProgress)
+    """How far the whole request is."""
     trace: TraceContext = field(default_factory=new_trace)
     """The trace of the request, whose id log lines carry here and at the workers."""
     emitted: list[int] = field(default_factory=list)
@@ -100,6 +102,7 @@ class Journal:
     def record(self, tokens: Tokens) -> Tokens:
         """Note tokens *before* they leave the router: what is noted is never asked for again, so nothing is said twice."""
         self.emitted += tokens.token_ids
+        self.progress.begun = True
         assert len(self.emitted) <= self.sampling.max_tokens
         return tokens
 

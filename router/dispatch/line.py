@@ -16,7 +16,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from router.rules.fair_queue import Entry, SchedulingClass
+from router.rules.fair_queue import Entry, RequestProgress, SchedulingClass
 from router.rules.line_rules import LineRules
 
 
@@ -53,7 +53,7 @@ class Place:
 
 
 class WaitingLine:
-    """The requests of one router that wait for room: at most `limit`, retries apart.
+    """The requests of one router that wait for room: at most `limit`, retries and choices of requests that have begun apart.
 
     A request that waits gains a level of priority every `ageing_s` seconds.
     """
@@ -74,14 +74,24 @@ class WaitingLine:
         return self._rules.retry_after_s(scheduling_class, asyncio.get_running_loop().time())
 
     @contextmanager
-    def place(self, scheduling_class: SchedulingClass, cost: float, deadline: float, *, ahead: bool = False) -> Iterator[Place]:
+    def place(
+        self,
+        scheduling_class: SchedulingClass,
+        cost: float,
+        deadline: float,
+        *,
+        ahead: bool = False,
+        progress: RequestProgress | None = None,
+    ) -> Iterator[Place]:
         """Hold a place in line while inside. `deadline` is the loop's time, `cost` is in tokens.
 
-        A request whose attempt has failed enters `ahead`: before all others that wait, also into a full line. Raises
-        OverloadedError at once if the line is too long, or too slow for the deadline.
+        A request whose attempt has failed enters `ahead`: before all others that wait, also into a full line. A further choice
+        of a request that has begun, by its `progress`, enters a full line too, but waits its turn. Raises OverloadedError at
+        once if the line is too long, or too slow for
+        the deadline.
         """
         now = asyncio.get_running_loop().time()
-        entry, leaving = self._rules.enter(scheduling_class, cost, deadline - now, now, retry=ahead)
+        entry, leaving = self._rules.enter(scheduling_class, cost, deadline - now, now, retry=ahead, progress=progress)
         if leaving is not None:
             self._places.pop(leaving).called.set_exception(self._rules.full_error(scheduling_class, now))
         place = Place(self, entry, deadline, outranks_front=self._rules.outranks_front(entry, now))

@@ -18,6 +18,7 @@ from router.request.choice_runner import Choice, ChoiceRunner
 from router.request.choices import EmittedChoice, SharedPrompt, interleaved
 from router.request.generation import Generation, RequestIdentity
 from router.request.usage import PromptUsage
+from router.rules.fair_queue import RequestProgress
 from router.text.stop import StopString
 from router.text.tokenizer import Tokenizer
 from telemetry.request_times import RequestTimes
@@ -60,6 +61,7 @@ class Generator:
     ) -> Iterator[Choice]:
         """Make the choices of all prompts that have not ended, in order, each when it is to begin."""
         stops = {text: StopString(text) for text in {each for generation in generations for each in generation.stops}}
+        progress = RequestProgress()
         index = 0
         for generation in generations:
             own_stops = tuple(stops[text] for text in generation.stops)
@@ -70,7 +72,7 @@ class Generator:
             for number, begun in enumerate(own):
                 if not begun.ended:
                     yield self._choice(
-                        generation, request, index + number, number, begun, prompt, usage, own_stops, next(times)
+                        generation, request, progress, index + number, number, begun, prompt, usage, own_stops, next(times)
                     )
             index += generation.num_choices
 
@@ -78,6 +80,7 @@ class Generator:
         self,
         generation: Generation,
         request: RequestIdentity,
+        progress: RequestProgress,
         index: int,
         number: int,
         begun: EmittedChoice,
@@ -96,6 +99,7 @@ class Generator:
             cache_salt=generation.cache_salt,
             prompt_cache_key=generation.prompt_cache_key,
             scheduling_class=generation.scheduling_class,
+            progress=progress,
             trace=request.trace,
             emitted=list(begun.token_ids),
         )

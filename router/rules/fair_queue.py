@@ -32,6 +32,14 @@ Kind = tuple[SchedulingClass, bool]
 """A class, and whether it is that class's retries or its other requests."""
 
 
+@dataclass
+class RequestProgress:
+    """How far a request is. Its choices share it, and so do their entries in line."""
+
+    begun: bool = False
+    """One of its choices has a token, so refusing another choice would end an answer that its client has a part of."""
+
+
 @dataclass(eq=False)
 class Entry:
     """One request in the queue. `cost` has one unit for all requests."""
@@ -41,6 +49,7 @@ class Entry:
     number: int
     retry: bool
     """Whether the request goes before all others, because an attempt of it has failed."""
+    progress: RequestProgress
 
     @property
     def kind(self) -> Kind:
@@ -90,17 +99,28 @@ class FairQueue:
         self._num_added = 0
 
     def __len__(self) -> int:
-        return len(self._retries) + self.num_newcomers
+        return len(self._retries) + sum(level.num_waiting for level in self._levels.values())
 
     @property
     def num_newcomers(self) -> int:
-        """Number of requests that wait, retries apart."""
-        return sum(level.num_waiting for level in self._levels.values())
+        """Number of requests that wait, retries and further choices of requests that have begun apart."""
+        return sum(1 for _ in self._newcomers())
 
-    def add(self, scheduling_class: SchedulingClass, cost: float, now: float, *, retry: bool = False) -> Entry:
-        """Put a request behind those of its tenant and level, or a retry behind all retries."""
+    def add(
+        self,
+        scheduling_class: SchedulingClass,
+        cost: float,
+        now: float,
+        *,
+        retry: bool = False,
+        progress: RequestProgress | None = None,
+    ) -> Entry:
+        """Put a request behind those of its tenant and level, or a retry behind all retries.
+
+        `progress` is that of the request of which this is a choice.
+        """
         self._num_added += 1
-        entry = Entry(scheduling_class, cost, self._num_added, retry)
+        entry = Entry(scheduling_class, cost, self._num_added, retry, progress or RequestProgress())
         if retry:
             self._retries.append(entry)
         else:
@@ -158,11 +178,12 @@ class FairQueue:
     def who_leaves_for(self, scheduling_class: SchedulingClass) -> Entry | None:
         """The request that should leave a full queue for a newcomer, or None if the newcomer should.
 
-        It is the newest request, at its last level, of the tenant that has the most requests in the queue by its weight.
+        It is the newest request, at its last level, of the tenant that has the most requests in the queue by its weight. No
+        choice leaves whose request has begun, and none counts.
         """
         crowd: dict[str, float] = {}
         newest: dict[str, Entry] = {}
-        for entry in self._by_level():
+        for entry in self._newcomers():
             tenant = entry.scheduling_class.tenant
             crowd[tenant] = crowd.get(tenant, 0.0) + 1 / entry.scheduling_class.weight
             newest[tenant] = entry
@@ -192,8 +213,11 @@ class FairQueue:
                         found += min(len(tenant.waiting), (len(behind) + 1) * share)
         return found
 
-    def _by_level(self) -> Iterator[Entry]:
-        """All requests but retries: the best level first, and each tenant's in order of arrival."""
+    def _newcomers(self) -> Iterator[Entry]:
+        """All requests but retries and choices of requests that have begun.
+
+        The best level comes first, and each tenant's are in order of arrival.
+        """
         for _, level in sorted(self._levels.items()):
             for tenant in level.tenants.values():
-                yield from tenant.waiting
+                yield from (entry for entry in tenant.waiting if not entry.progress.begun)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 
 from protocol.errors import OverloadedError
-from router.rules.fair_queue import Entry, FairQueue, SchedulingClass
+from router.rules.fair_queue import Entry, FairQueue, RequestProgress, SchedulingClass
 
 LEVELS_PER_QUEUE_TIME = 40
 """Levels of priority that a request gains while it waits for `limits.queue_s`: one every 1.5 s by default."""
@@ -62,9 +62,10 @@ class Pace:
 
 
 class LineRules:
-    """The line of one router: at most `limit` requests, retries apart.
+    """The line of one router: at most `limit` requests, retries and further choices of requests that have begun apart.
 
-    A request that waits gains a level of priority every `ageing_s` seconds.
+    No more choices of one request wait than may be at the workers (`router.request.choices`). A request that waits gains a
+    level of priority every `ageing_s` seconds.
     """
 
     def __init__(self, limit: int, ageing_s: float) -> None:
@@ -85,18 +86,27 @@ class LineRules:
         return self._queue.num_of(tenant)
 
     def enter(
-        self, scheduling_class: SchedulingClass, cost: float, patience_s: float, now: float, *, retry: bool = False
+        self,
+        scheduling_class: SchedulingClass,
+        cost: float,
+        patience_s: float,
+        now: float,
+        *,
+        retry: bool = False,
+        progress: RequestProgress | None = None,
     ) -> tuple[Entry, Entry | None]:
         """Put a newcomer in line. Returns its entry, and that of another request that has to leave for it, or None.
 
-        A `retry`, after a failed attempt, is never refused. `cost` is in tokens. Raises
-        OverloadedError if the line is too long, or so slow that the newcomer would wait for more than `patience_s`.
+        A `retry`, after a failed attempt, is never refused, nor is a further choice of a request that has begun by its
+        `progress`. Such a choice never leaves for others. `cost` is in tokens.
+
+        Raises OverloadedError if the line is too long, or so slow that the newcomer would wait for more than `patience_s`.
         """
         leaving = None
-        if not retry:
+        if not retry and not (progress is not None and progress.begun):
             self._check_pace(scheduling_class, patience_s, now)
             leaving = self._make_room(scheduling_class, now)
-        return self._queue.add(scheduling_class, cost, now, retry=retry), leaving
+        return self._queue.add(scheduling_class, cost, now, retry=retry, progress=progress), leaving
 
     def call(self, now: float) -> Entry | None:
         """Bring the request that goes first to the front. None if the front is taken, or nobody waits."""
@@ -173,10 +183,10 @@ class LineRules:
     def _make_room(self, scheduling_class: SchedulingClass, now: float) -> Entry | None:
         """In a full line, take out the request that has to leave for the newcomer: one of the tenant that waits for most.
 
-        None if the line is not full, retries apart. Raises OverloadedError if no tenant waits for more than the newcomer's. The
-        request at the front stays.
+        None if the line is not full, retries and choices of begun requests apart. Raises OverloadedError if no tenant waits for
+        more than the newcomer's. The request at the front stays.
         """
-        if self._queue.num_newcomers < self._limit:
+        if len(self._queue) < self._limit or self._queue.num_newcomers < self._limit:  # the latter looks at each request
             return None
         leaving = self._queue.who_leaves_for(scheduling_class)
         if leaving is None or leaving is self.front:

@@ -170,6 +170,21 @@ def test_a_begun_answer_waits_for_room_as_long_as_workers_are_up(run_cluster: Ru
     run_cluster(test, decode=2, total_blocks=10, max_model_len=160, limits=FAST | {"queue_s": 0.3})
 
 
+def test_a_further_choice_waits_for_room_as_long_as_others_of_its_request_answer(run_cluster: Run) -> None:
+    """Whether it shares its prompt with the one that answers, or comes with a prompt of its own."""
+
+    async def test(cluster: Any) -> None:
+        cluster.says("word " * 40)
+        cluster.script.step_s = 0.01
+        for fields in ({"prompt": prompt(120), "n": 2}, {"prompt": [prompt(120), prompt(121)]}):
+            response = await cluster.complete(max_tokens=30, **fields)
+            assert response.status_code == 200, response.text
+            assert response.json()["usage"]["completion_tokens"] == 60
+        await cluster.clean()
+
+    run_cluster(test, total_blocks=10, max_model_len=160, limits=FAST | {"queue_s": 0.1})
+
+
 def test_the_loss_of_the_last_worker_at_the_end_of_a_wait_ends_no_begun_answer(run_cluster: Run) -> None:
     """From each loss on there is `queue_s` for another worker to come up."""
 

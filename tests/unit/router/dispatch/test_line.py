@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from protocol.errors import OverloadedError
 from router.dispatch.line import WaitingLine
-from router.rules.fair_queue import ANYBODY, Entry, SchedulingClass
+from router.rules.fair_queue import ANYBODY, Entry, RequestProgress, SchedulingClass
 from router.rules.line_rules import LineRules, Pace
 
 A, B = SchedulingClass("a"), SchedulingClass("b")
@@ -344,6 +344,29 @@ def test_retries_take_no_place_of_the_line_from_others() -> None:
     for _ in range(4):
         rules.enter(A, 1, 60.0, 0.0, retry=True)
     assert rules.enter(B, 1, 60.0, 0.0)[1] is None, "nobody else waits"
+
+
+def test_a_choice_of_a_request_that_has_begun_is_neither_refused_nor_put_out() -> None:
+    """Not for the pace, nor for the limit. It may have been in line before another choice began, and waits its turn."""
+    rules, progress = LineRules(2, 1.0), RequestProgress()
+    for number, entry in enumerate([rules.enter(B, 1, 60.0, 0.0, retry=True)[0] for _ in range(16)]):
+        rules.leave(entry, float(number), served=True)
+    choices = [rules.enter(A, 1, 60.0, 16.0, progress=progress)[0] for _ in range(2)]
+    with pytest.raises(OverloadedError, match="as requests are served now"):
+        rules.enter(A, 1, 0.5, 16.0, progress=progress)
+    progress.begun = True
+    choices.append(rules.enter(A, 1, 0.5, 16.0, progress=progress)[0])
+    newcomers = [rules.enter(B, 1, 60.0, 16.0)[0] for _ in range(2)]
+    choices.append(rules.enter(A, 1, 60.0, 16.0, progress=progress)[0])
+    with pytest.raises(OverloadedError, match="are waiting already"):
+        rules.enter(B, 1, 60.0, 16.0)
+    assert rules.enter(SchedulingClass("c"), 1, 60.0, 16.0)[1] is newcomers[1]
+    order = []
+    while (first := rules.call(16.0)) is not None:
+        order.append(first)
+        rules.leave(first, 16.0, served=True)
+    assert [entry for entry in order if entry in choices] == choices
+    assert newcomers[0] in order[:2], "they do not go ahead of others"
 
 
 def test_nobody_is_put_out_of_a_line_that_is_full_by_its_retries() -> None:

@@ -10,7 +10,7 @@ from itertools import combinations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.rules.fair_queue import Entry, FairQueue, SchedulingClass
+from router.rules.fair_queue import Entry, FairQueue, RequestProgress, SchedulingClass
 
 MANY = settings(max_examples=250, deadline=None)
 WEIGHTS = {"a": 1.0, "b": 2.0, "c": 0.5, "d": 4.0}
@@ -123,16 +123,20 @@ def test_nobody_starves_behind_better_levels_that_never_end(better: list[int], l
 
 
 @MANY
-@given(st.lists(st.tuples(SCHEDULING_CLASSES, st.booleans()), max_size=40), SCHEDULING_CLASSES)
+@given(st.lists(st.tuples(SCHEDULING_CLASSES, st.booleans(), st.booleans()), max_size=40), SCHEDULING_CLASSES)
 def test_the_most_crowding_tenants_newest_request_leaves(
-    added: list[tuple[SchedulingClass, bool]], newcomer: SchedulingClass
+    added: list[tuple[SchedulingClass, bool, bool]], newcomer: SchedulingClass
 ) -> None:
     queue = FairQueue(1.0)
-    entries = [queue.add(scheduling_class, 1, 0.0, retry=resumed) for scheduling_class, resumed in added]
+    entries = [
+        queue.add(scheduling_class, 1, 0.0, retry=resumed, progress=RequestProgress(begun))
+        for scheduling_class, resumed, begun in added
+    ]
+    may_leave = [entry for entry in entries if not entry.retry and not entry.progress.begun]
+    assert queue.num_newcomers == len(may_leave)
     crowd: dict[str, float] = defaultdict(float)
-    for entry in entries:
-        if not entry.retry:
-            crowd[entry.scheduling_class.tenant] += 1 / entry.scheduling_class.weight
+    for entry in may_leave:
+        crowd[entry.scheduling_class.tenant] += 1 / entry.scheduling_class.weight
     leaving = queue.who_leaves_for(newcomer)
     own = crowd[newcomer.tenant] + 1 / newcomer.weight
     if leaving is None:
@@ -141,7 +145,7 @@ def test_the_most_crowding_tenants_newest_request_leaves(
     tenant = leaving.scheduling_class.tenant
     assert tenant != newcomer.tenant
     assert crowd[tenant] == max(crowd.values()) > own
-    others = [entry for entry in entries if not entry.retry and entry.scheduling_class.tenant == tenant]
+    others = [entry for entry in may_leave if entry.scheduling_class.tenant == tenant]
     last_level = max(entry.scheduling_class.level for entry in others if entry.scheduling_class)
     assert leaving.scheduling_class.level == last_level
     assert leaving.number == max(
