@@ -9,7 +9,6 @@ Leaving a claim releases the ticket, wherever it is by then, and cancels the pre
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -239,8 +238,7 @@ class Claim:
         finally:
             if not asking.done():
                 asking.cancel()
-                with contextlib.suppress(asyncio.CancelledError, TandemError):
-                    await asking
+                await asyncio.gather(asking, return_exceptions=True)
 
     def _question(self, call_id: int, journal: Journal) -> Prefill:
         self._handoff = call_id
@@ -310,8 +308,7 @@ class Claim:
         finally:
             if not attaching.done():
                 attaching.cancel()
-                with contextlib.suppress(asyncio.CancelledError, TandemError):
-                    await attaching
+                await asyncio.gather(attaching, return_exceptions=True)
 
     def tokens(self) -> Awaitable[Tokens]:
         """What the decode worker made since the last call. Raises what ends the stream without a finish reason."""

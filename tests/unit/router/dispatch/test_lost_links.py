@@ -1,9 +1,10 @@
-"""A link that ends fails its streams, whenever it is cancelled meanwhile."""
+"""A link that ends fails its streams and what is asked over it, whenever that is cancelled meanwhile."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -16,8 +17,12 @@ from protocol.messages.common import Ping
 from protocol.messages.load import LoadReport
 from protocol.messages.prefill import Prefill
 from protocol.messages.workers import WorkerRef
+from protocol.sampling import SamplingParams
 from protocol.wire import WireClient, WireServer
+from router.dispatch import claim
+from router.dispatch.claim import Claim
 from router.dispatch.connection import Connection
+from router.dispatch.journal import Journal
 from router.dispatch.links import WorkerLink
 from router.rules.caching.caches import Caches
 from tests.unit.load_reports import prefill_report
@@ -183,3 +188,44 @@ def test_who_asks_over_a_lost_connection_is_not_told_of_another_worker() -> None
         client.close()
 
     asyncio.run(asyncio.wait_for(scenario(), 10))
+
+
+def _silent(gone: asyncio.Future[str]) -> Any:
+    """A worker that answers no question, and is lost when `gone` is done."""
+
+    async def ask(*question: object) -> None:
+        await asyncio.get_running_loop().create_future()
+
+    lost = SimpleNamespace(lost_error=lambda: WorkerLostError("it is lost"))
+    streams = SimpleNamespace(open=lambda ticket_id: None)
+    return SimpleNamespace(gone=gone, connection=lost, streams=streams, calls=SimpleNamespace(prefill=ask, attach=ask))
+
+
+@pytest.mark.parametrize("turns", range(8))
+@pytest.mark.parametrize("attaches", [False, True])
+def test_a_request_that_is_left_while_its_worker_is_lost_ends(
+    attaches: bool, turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client leaves so many turns of the loop after the loss. Once it went on to its next attempt, for nobody."""
+    monkeypatch.setattr(claim, "_DECODE_SAYS_S", 0.0)
+
+    async def scenario() -> None:
+        gone, stays = (asyncio.get_running_loop().create_future() for _ in range(2))
+        prefill, decode = _silent(gone if attaches else stays), _silent(stays if attaches else gone)
+        parts: Any = SimpleNamespace(
+            decode=decode, ticket=SimpleNamespace(ticket_id=1), link=prefill, waits=True, fetch=None, num_tokens=2
+        )
+        sampling, nothing = SamplingParams(seed=0, max_tokens=4), cast(Any, None)
+        journal = Journal((1, 2), sampling, "")
+        attempt = Claim("a", parts, parts, journal, nothing, nothing, parts)
+        working = asyncio.create_task(attempt.attach(1, sampling, 1) if attaches else attempt._first_there(journal))
+        await asyncio.sleep(0)
+        gone.set_result("it broke")
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        if not working.done():
+            working.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await working
+
+    asyncio.run(scenario())
