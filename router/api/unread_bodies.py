@@ -27,22 +27,29 @@ class UnreadBodies:
         if scope["type"] != "http" or not _has_body(scope):
             await self._app(scope, receive, send)
             return
-        read = False
+        read = asyncio.Event()
 
         async def noting_receive() -> Message:
-            nonlocal read
             message = await receive()
-            read = read or not message.get("more_body", False)
+            if not message.get("more_body", False):
+                read.set()
             return message
 
+        async def drop_rest() -> None:
+            while not read.is_set():
+                await noting_receive()
+
         async def closing_send(message: Message) -> None:
-            if message["type"] == "http.response.start" and not read:
+            if message["type"] == "http.response.start" and not read.is_set():
+                dropping = asyncio.create_task(drop_rest())  # the app may receive too, and get the end of the body
                 try:
                     async with asyncio.timeout(DROP_S):
-                        while not read:
-                            await noting_receive()
+                        await read.wait()
                 except TimeoutError:
                     message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
+                finally:
+                    dropping.cancel()
+                    await asyncio.gather(dropping, return_exceptions=True)
             await send(message)
 
         await self._app(scope, noting_receive, closing_send)
