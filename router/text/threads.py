@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from protocol.errors import UnavailableError
+
 _THREADS = 3
 _THREADS_OF_ONE = 2
 """The most threads that one tenant has at a time."""
@@ -34,7 +36,7 @@ class _Work:
 
 
 class TextThreads:
-    """A small pool of threads. It is closed by its owner; what waits for a thread by then is cancelled."""
+    """A small pool of threads. It is closed by its owner; what waits for a thread by then fails."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="tandem-text")
@@ -44,7 +46,10 @@ class TextThreads:
         """Threads by tenant; no entry is 0."""
 
     async def run(self, tenant: str, work: Callable[..., _T], *args: Any) -> _T:
-        """Return `work(*args)`, computed in a thread when it is the tenant's turn."""
+        """Return `work(*args)`, computed in a thread when it is the tenant's turn.
+
+        Raises UnavailableError if the threads are closed before.
+        """
         item = _Work(tenant, partial(work, *args), asyncio.get_running_loop().create_future())
         self._waiting.setdefault(tenant, deque()).append(item)
         self._start()
@@ -61,7 +66,8 @@ class TextThreads:
     def close(self) -> None:
         """Return when every thread has ended."""
         for item in [item for items in self._waiting.values() for item in items]:
-            item.done.cancel()
+            if not item.done.done():
+                item.done.set_exception(_shutting_down())
         self._waiting.clear()
         self._executor.shutdown(wait=True, cancel_futures=True)
 
@@ -83,11 +89,9 @@ class TextThreads:
         self._running[item.tenant] -= 1
         if not self._running[item.tenant]:
             del self._running[item.tenant]
-        error = None if running.cancelled() else running.exception()
+        error = _shutting_down() if running.cancelled() else running.exception()
         if not item.done.done():
-            if running.cancelled():
-                item.done.cancel()
-            elif error is not None:
+            if error is not None:
                 item.done.set_exception(error)
             else:
                 item.done.set_result(running.result())
@@ -101,3 +105,8 @@ class TextThreads:
             items.remove(item)
             if not items:
                 del self._waiting[item.tenant]
+
+
+def _shutting_down() -> UnavailableError:
+    """The error of work that is not done. A cancelled future would look as if the task that waits had been cancelled."""
+    return UnavailableError("this router is shutting down")

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 
 import pytest
 
+from protocol.errors import UnavailableError
+from router.request.answer import Delta
+from router.request.choices import interleaved
 from router.text.threads import TextThreads
 
 DEADLINE_S = 10
@@ -102,7 +106,7 @@ def test_errors_are_raised_where_the_work_was_asked_for() -> None:
     run(test)
 
 
-def test_what_waits_when_they_are_closed_is_cancelled() -> None:
+def test_what_waits_when_they_are_closed_fails() -> None:
     async def main() -> None:
         jobs = Jobs()
         tasks = [jobs.add("a", str(number)) for number in range(5)]
@@ -111,6 +115,35 @@ def test_what_waits_when_they_are_closed_is_cancelled() -> None:
         jobs.threads.close()
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert results[:2] == ["0", "1"]
-        assert all(isinstance(result, asyncio.CancelledError) for result in results[2:])
+        assert all(isinstance(result, UnavailableError) for result in results[2:])
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("num_choices", [1, 4])
+def test_a_request_with_text_that_waits_when_they_are_closed_ends_with_an_error(num_choices: int) -> None:
+    """One of several choices once waited for ever, and one alone ended without a word."""
+
+    async def main() -> None:
+        jobs = Jobs()
+        running = [jobs.add("a", name) for name in ("a0", "a1")]
+        await jobs.until_begun(2)
+
+        async def choice(index: int) -> AsyncGenerator[Delta, None]:
+            yield Delta(index, await jobs.threads.run("a", str, index), (), (), None, 0)
+
+        async def request() -> None:
+            async with contextlib.aclosing(interleaved(map(choice, range(num_choices)), num_choices)) as pieces:
+                async for _ in pieces:
+                    raise AssertionError("no thread was free")
+
+        waiting = asyncio.create_task(request())
+        while len(jobs.threads._waiting.get("a", ())) < num_choices:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        jobs.end(2)
+        jobs.threads.close()
+        with pytest.raises(UnavailableError, match="shutting down"):
+            await asyncio.wait_for(waiting, DEADLINE_S)
+        await asyncio.gather(*running)
 
     asyncio.run(main())
