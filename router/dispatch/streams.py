@@ -27,6 +27,8 @@ class TokenStream:
         self._num_tokens = 0
         """Tokens in `_outputs`."""
         self._arrivals: list[Arrival] = []
+        self._finished = False
+        """The last output has come."""
         self._error: TandemError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._least = 1
@@ -44,7 +46,7 @@ class TokenStream:
     @property
     def ended(self) -> bool:
         """Whether the stream is over, so that nothing more will come."""
-        return self._error is not None or bool(self._outputs and self._outputs[-1].finish_reason)
+        return self._error is not None or self._finished
 
     def put(self, output: StreamOutput, arrival: Arrival) -> None:
         """Add what one step made for the stream, or fail it with the error that came instead."""
@@ -58,6 +60,7 @@ class TokenStream:
         self._outputs.append(output)
         self._num_tokens += len(output.token_ids)
         self._arrivals.append(arrival)
+        self._finished = output.finish_reason is not None
         self._wake()
 
     def on_next(self, told_gap: Callable[[float], None]) -> None:
@@ -71,7 +74,8 @@ class TokenStream:
             self._wake()
 
     async def take(self) -> Tokens:
-        """Everything that arrived since the last call, in one piece; waits until that is enough, or all.
+        """Everything that arrived since the last call, in one piece; waits until that is enough, or all. Not to be called
+        again after a finish reason.
 
         Raises the stream's error once all that came before it was taken. The wait ends with the link at the latest: a
         link whose worker falls silent or makes no step fails its streams.

@@ -65,13 +65,29 @@ def test_a_stream_that_moves_is_owed_nothing_until_it_is_attached_there() -> Non
     assert (there.owed_tokens, there.claims) == (True, {2: True})
 
 
+@pytest.mark.parametrize("first", [False, True])
+def test_a_stream_whose_end_was_taken_is_owed_nothing(first: bool) -> None:
+    """Its ticket is released a little later, and its worker may be asked meanwhile what it holds."""
+
+    async def main() -> None:
+        streams = OpenStreams()
+        stream = streams.open(1)
+        streams.note_attached(1)
+        stream.put(output(4, finish=FinishReason.STOP), ARRIVAL)
+        taken = await (stream.take_first() if first else stream.take())
+        assert taken.finish_reason is FinishReason.STOP
+        assert (stream.ended, streams.owed_tokens, streams.claims) == (True, False, {1: False})
+
+    asyncio.run(main())
+
+
 def test_take_waits_for_outputs_and_errors() -> None:
     async def main() -> None:
         stream = TokenStream()
         waiting = asyncio.create_task(stream.take())
         await asyncio.sleep(0)
-        stream.put(output(4, finish=FinishReason.STOP), ARRIVAL)
-        assert (await waiting).finish_reason is FinishReason.STOP
+        stream.put(output(4), ARRIVAL)
+        assert (await waiting).token_ids == (4,)
         waiting = asyncio.create_task(stream.take())
         await asyncio.sleep(0)
         stream.put(StreamOutput(1, (), (), None, Failed.from_error(0, KvTransferError("aborted"))), ARRIVAL)
