@@ -114,9 +114,9 @@ class Copies:
         journal, block_size = running.journal, self._config.block_size
         token_ids = journal.token_ids[: self._whole_blocks(journal)]
         need_blocks = blocks_at_once(self._config, self._window, reserved_tokens(len(token_ids), 1, block_size))
-        target = self.place(running) or self._other(running, need_blocks)
         outcome = "cancelled"
         try:
+            target = self.place(running) or self._other(running, need_blocks)
             if target is None:
                 raise OverloadedError("no other decode worker has room")
             await running.claim.copy(target, journal, Room(token_ids, 1, need_blocks), self._config.limits.lease_s)
@@ -127,6 +127,9 @@ class Copies:
             outcome = "failed"
             trace = journal.trace.trace_id
             log.info("a stream was not copied: %s", error.message, extra=fields(trace=trace, code=error.code))
+        except Exception:
+            outcome = "failed"
+            log.exception("a stream was not copied", extra=fields(trace=journal.trace.trace_id))
         finally:
             self._metrics.copied(outcome)
 

@@ -1,4 +1,4 @@
-"""Which running streams are due for a copy."""
+"""Which streams are due for a copy, and copies that fail."""
 
 from __future__ import annotations
 
@@ -44,7 +44,16 @@ def _worker(worker_id: str) -> Any:
 )
 def test_a_stream_is_copied_when_it_has_filled_another_block(num_tokens: int, copied: int, asked: int) -> None:
     """A copy without a new block would ask a worker for nothing, four times a second."""
-    targets: list[Any] = []
+    assert _targets(num_tokens, copied, []) == ["decode-1"] * asked
+
+
+def test_streams_are_copied_after_a_copy_that_failed_in_an_unexpected_way() -> None:
+    assert _targets(65, 0, [ValueError("unheard of")]) == ["decode-1"] * 2
+
+
+def _targets(num_tokens: int, copied: int, errors: list[Exception]) -> list[str]:
+    """The workers to which one stream is copied within two seconds, where the first copies raise these errors."""
+    targets: list[str] = []
 
     async def scenario() -> None:
         own, other = _worker("decode-0"), _worker("decode-1")
@@ -59,13 +68,15 @@ def test_a_stream_is_copied_when_it_has_filled_another_block(num_tokens: int, co
             journal.copy = KvCopy(other.life, copied)
 
         async def copy(target: Any, *args: Any) -> None:
-            targets.append(target)
+            targets.append(target.ref.worker_id)
+            if errors:
+                raise errors.pop()
 
         running = Running(_any(decode=own, ended=False, copy=copy), journal)
         copies = Copies(CONFIG, WHOLE, roster, _any(copied=lambda outcome: None), {running})
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(2.0):
                 await copies.run()
-        assert targets == [other] * asked
 
     run_in_simulated_time(scenario())
+    return targets
