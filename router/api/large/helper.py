@@ -21,7 +21,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from protocol.errors import InvalidRequestError, OverloadedError, TandemError
+from protocol.errors import InvalidRequestError, OverloadedError
 from router.api.body import Body
 from router.api.large.helper_main import ANSWER_HEAD, REQUEST_HEAD, WALL_S
 
@@ -102,7 +102,8 @@ class BodyHelper:
                     continue  # nobody waits for it any longer
                 try:
                     problem = await self._answer(job)
-                except TandemError as error:
+                except Exception as error:  # noqa: BLE001 - raised where the body is waited for; others come after it
+                    await self._end()
                     if not job.problem.done():
                         job.problem.set_exception(error)
                 else:
@@ -120,7 +121,7 @@ class BodyHelper:
         return await self._queue.get()
 
     async def _answer(self, job: _Job) -> bytes:
-        """Raises InvalidRequestError or OverloadedError if the process does not answer, and ends it."""
+        """Raises InvalidRequestError or OverloadedError if the process does not answer."""
         process = await self._started()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -143,8 +144,7 @@ class BodyHelper:
         if self._process is None:
             try:
                 await self._start()
-            except _FAILURES:
-                await self._end()
+            except (*_FAILURES, RuntimeError):  # the latter where no thread could be started
                 raise _machine_is_short() from None
         assert self._process is not None
         return self._process

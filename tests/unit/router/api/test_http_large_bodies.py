@@ -21,7 +21,7 @@ from router.api.body import parse_body
 from router.api.completions.body import CompletionBody
 from router.api.large import helper
 from router.api.large.helper import LARGE_BODY_BYTES, BodyHelper
-from router.api.large.helper_main import KINDS
+from router.api.large.helper_main import KINDS, REQUEST_HEAD
 from router.api.tools import bodies
 from router.text.threads import TextThreads
 from tests.hostile_bodies import CHAT, PLAIN, SHAPES
@@ -212,6 +212,34 @@ def test_no_body_is_to_blame_for_a_helper_that_does_not_start(command: Sequence[
         with pytest.raises(OverloadedError, match="no time or memory"):
             await body_helper.check(CompletionBody, LONG)
         assert body_helper.pid is None
+        await body_helper.close()
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    ("error", "told"), [(RuntimeError("can't start new thread"), OverloadedError), (ValueError("unheard of"), ValueError)]
+)
+def test_bodies_are_checked_after_one_whose_helper_could_not_start(
+    error: Exception, told: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that came later were once refused, as long as the router lived."""
+    start = asyncio.create_subprocess_exec
+    errors = [error]
+
+    async def start_later(*args: Any, **options: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return await start(*args, **options)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start_later)
+
+    async def test() -> None:
+        size = REQUEST_HEAD.size + len(CompletionBody.__name__) + len(LONG)
+        body_helper = BodyHelper(script(f"sys.stdin.buffer.read({size}); os.write(1, bytes(4)); time.sleep(60)"))
+        with pytest.raises(told):
+            await body_helper.check(CompletionBody, LONG)
+        await body_helper.check(CompletionBody, LONG)
         await body_helper.close()
 
     asyncio.run(test())
