@@ -86,9 +86,9 @@ class ChoiceRunner:
                         latest = now
                     else:
                         latest = self._note_gaps(latest, tokens, now)
-                    metrics.generation_tokens.inc(len(tokens.token_ids))
-                    used.generation_tokens.inc(len(tokens.token_ids))
                     delta = await self._threads.offload(tenant, _size_of(tokens, text.weight), text.push, tokens)
+                    metrics.generation_tokens.inc(len(delta.token_ids))
+                    used.generation_tokens.inc(len(delta.token_ids))
                     if delta.finish_reason is not None:
                         journal.ended = True
                         outcome.append(delta.finish_reason)

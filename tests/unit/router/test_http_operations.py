@@ -99,6 +99,21 @@ def test_metrics_are_valid_and_count(run_cluster: Run, interval: int) -> None:
     run_cluster(test, http={"stream_interval": interval})
 
 
+def test_tokens_that_no_client_gets_are_not_counted(run_cluster: Run) -> None:
+    """Tokens that came in one piece with the end of a stop string, and the one that an echoed prompt is computed for."""
+
+    async def test(cluster: Any) -> None:
+        cluster.says("one two three four five six seven eight")
+        stopped = await cluster.complete(stop=" three")
+        echoed = await cluster.complete(echo=True, max_tokens=0, logprobs=1)
+        counts = [response.json()["usage"]["completion_tokens"] for response in (stopped, echoed)]
+        assert counts == [3, 0]
+        samples = samples_of(await cluster.http.get("/metrics"))
+        assert samples["tandem:generation_tokens_total", None] == 3
+
+    run_cluster(test, http={"stream_interval": 4})
+
+
 def test_status_of_reported_and_unreported_workers(run_cluster: Run) -> None:
     async def test(cluster: Any) -> None:
         dead = cluster.add(Role.DECODE, epoch=3, arithmetic="torch float32 auto (varies)")
