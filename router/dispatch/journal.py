@@ -41,6 +41,15 @@ class Guesses(NamedTuple):
 NO_GUESSES = Guesses()
 
 
+class StepGuesses(NamedTuple):
+    """What one step of decode guessed for a stream. Its first token is no guess; those that follow it are."""
+
+    begin: int
+    """Index of the step's first token among those of its piece."""
+    drafts: int
+    right: int
+
+
 @dataclass(frozen=True)
 class Tokens:
     """What a stream gained: token ids, their logprobs (empty unless asked for) and, at the end, why it ended."""
@@ -54,8 +63,14 @@ class Tokens:
     """Logprobs of the prompt's tokens, if they were asked for. Set with the first token of an answer."""
     arrivals: tuple[Arrival, ...] = ()
     """One entry for each step of decode that made some of these tokens."""
-    guesses: Guesses = NO_GUESSES
-    """Counts of the guesses behind these tokens."""
+    guesses: tuple[StepGuesses, ...] = ()
+    """One entry for each step that guessed."""
+
+    def guesses_until(self, num_tokens: int) -> Guesses:
+        """Count the guesses of the steps that made the first tokens, of which right ones behind so many count as wrong."""
+        steps = [step for step in self.guesses if step.begin < num_tokens]
+        right = sum(min(step.right, num_tokens - step.begin - 1) for step in steps)
+        return Guesses(sum(step.drafts for step in steps), right)
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from itertools import accumulate, chain
 
 from protocol.errors import TandemError
 from protocol.messages.decode import StreamOutput, TokenFrame
-from router.dispatch.journal import NO_GUESSES, Arrival, Guesses, Tokens
+from router.dispatch.journal import Arrival, StepGuesses, Tokens
 
 
 class TokenStream:
@@ -93,7 +94,7 @@ class TokenStream:
             logprobs=output.logprobs,
             finish_reason=output.finish_reason,
             arrivals=tuple(arrivals),
-            guesses=_guessed(output),
+            guesses=_guesses(0, output),
         )
 
     async def take_first(self) -> StreamOutput:
@@ -187,14 +188,15 @@ class OpenStreams:
 
 
 def _merged(outputs: Sequence[StreamOutput], arrivals: tuple[Arrival, ...]) -> Tokens:
+    begins = accumulate((len(output.token_ids) for output in outputs), initial=0)
     return Tokens(
         token_ids=tuple(token_id for output in outputs for token_id in output.token_ids),
         logprobs=tuple(entry for output in outputs for entry in output.logprobs),
         finish_reason=outputs[-1].finish_reason,
         arrivals=arrivals,
-        guesses=Guesses.total(map(_guessed, outputs)),
+        guesses=tuple(chain.from_iterable(map(_guesses, begins, outputs))),
     )
 
 
-def _guessed(output: StreamOutput) -> Guesses:
-    return Guesses(output.drafts, len(output.token_ids) - 1) if output.drafts else NO_GUESSES
+def _guesses(begin: int, output: StreamOutput) -> tuple[StepGuesses, ...]:
+    return (StepGuesses(begin, output.drafts, len(output.token_ids) - 1),) if output.drafts else ()

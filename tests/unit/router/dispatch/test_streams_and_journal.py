@@ -10,7 +10,7 @@ from protocol.errors import KvTransferError, WorkerLostError
 from protocol.messages.common import Failed
 from protocol.messages.decode import StreamOutput
 from protocol.sampling import FinishReason, SamplingParams
-from router.dispatch.journal import Arrival, Guesses, Journal, Tokens
+from router.dispatch.journal import Arrival, Guesses, Journal, StepGuesses, Tokens
 from router.dispatch.streams import OpenStreams, TokenStream
 
 ARRIVAL = Arrival(5.0, 0.01)
@@ -39,7 +39,7 @@ def test_guesses_are_counted_with_the_tokens_that_they_became() -> None:
     async def main() -> None:
         stream = TokenStream()
         stream.put(StreamOutput(1, (1, 2, 3), (), None, None, drafts=4), ARRIVAL)
-        assert (await stream.take()).guesses == Guesses(drafts=4, right=2)
+        assert (await stream.take()).guesses == (StepGuesses(0, drafts=4, right=2),)
         for drafted in (
             StreamOutput(1, (4,), (), None, None, drafts=3),
             output(5),
@@ -47,7 +47,8 @@ def test_guesses_are_counted_with_the_tokens_that_they_became() -> None:
         ):
             stream.put(drafted, ARRIVAL)
         taken = await stream.take()
-        assert (taken.token_ids, taken.guesses) == ((4, 5, 6, 7), Guesses(drafts=4, right=1))
+        assert (taken.token_ids, taken.guesses_until(4)) == ((4, 5, 6, 7), Guesses(drafts=4, right=1))
+        assert [taken.guesses_until(number) for number in (2, 3)] == [Guesses(drafts=3), Guesses(drafts=4)]
 
     asyncio.run(main())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -9,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.facts import Model
+from protocol.messages.decode import StreamOutput
 from protocol.sampling import FinishReason, SamplingParams
-from router.dispatch.journal import Tokens
-from router.request.answer import Answer, AnswerText, TokenTexts
+from router.dispatch.journal import Arrival, Guesses, Tokens
+from router.dispatch.streams import TokenStream
+from router.request.answer import Answer, AnswerText, Delta, TokenTexts
 from router.text.stop import StopString
 from router.text.tokenizer import Tokenizer
 from router.text.tool_calls import whole_calls
@@ -67,6 +70,38 @@ def test_pieces_do_not_matter(
     elif whole.finish_reason == "stop" and not by_eos:
         assert text.startswith(whole.text)
         assert min_tokens or not any(stop in whole.text for stop in stops)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize(
+    ("stop", "counted"),
+    [("a", Guesses(3, 0)), ("b", Guesses(3, 1)), ("e", Guesses(6, 3)), ("g", Guesses(6, 5)), ("x", Guesses(6, 6))],
+)
+def test_right_guesses_behind_a_stop_string_count_as_wrong(
+    text_side: tuple[Tokenizer, TokenTexts], stop: str, counted: Guesses, at_once: bool
+) -> None:
+    """Two steps of four tokens, of which all but the first were guessed, in one piece or in two."""
+    tokenizer, texts = text_side
+    ids = [token_id for letter in "abcdefgh" for token_id in tokenizer.encode(letter)]
+    steps = [
+        StreamOutput(1, tuple(ids[:4]), (), None, None, drafts=3),
+        StreamOutput(1, tuple(ids[4:]), (), FinishReason.LENGTH, None, drafts=3),
+    ]
+
+    async def main() -> Answer:
+        stream, deltas = TokenStream(), list[Delta]()
+        text = AnswerText(
+            0, tokenizer.detokenizer(), texts, SamplingParams(seed=0, max_tokens=8), (StopString(stop),), None, None
+        )
+        while not deltas or deltas[-1].finish_reason is None:
+            while steps:
+                stream.put(steps.pop(0), Arrival(0.0, 0.0))
+                if not at_once:
+                    break
+            deltas.append(text.push(await stream.take()))
+        return Answer.of(deltas)
+
+    assert asyncio.run(main()).guesses == counted
 
 
 @settings(max_examples=100)
