@@ -87,8 +87,7 @@ class WaitingLine:
 
         A request whose attempt has failed enters `ahead`: before all others that wait, also into a full line. A further choice
         of a request that has begun, by its `progress`, enters a full line too, but waits its turn. Raises OverloadedError at
-        once if the line is too long, or too slow for
-        the deadline.
+        once if the line is too long, or too slow for the deadline.
         """
         now = asyncio.get_running_loop().time()
         entry, leaving = self._rules.enter(scheduling_class, cost, deadline - now, now, retry=ahead, progress=progress)
