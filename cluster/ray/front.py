@@ -68,7 +68,7 @@ def front_of(secret: bytes) -> Front | None:
 
 
 def front_at_head(front: Front) -> Front:
-    """Return the front as it is on this head node: one that took over may have another folder for HAProxy than the first had."""
+    """Return the front as it is on this head node: one that took over may have another folder for HAProxy than the first."""
     return replace(front, base=_base())
 
 
