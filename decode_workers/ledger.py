@@ -308,13 +308,6 @@ class Ledger:
         missing = length - len(entry.block_table)
         return missing <= 0 or (missing <= self.blocks.num_free and self._tables.lengthen(entry.block_table, length))
 
-    def to_come(self, ticket_id: int) -> int:
-        """Number of blocks that a ticket may still take until its answer ends. 0 if it is gone."""
-        entry = self.find(ticket_id)
-        if entry is None:
-            return 0
-        return max(0, self.blocks.at_once(len(entry.token_ids) + entry.max_tokens - 1) - entry.block_table.num_owned)
-
     def begins_at(self, ticket_id: int) -> int:
         """Position of the first token whose KV an attached ticket has."""
         return self._attached(ticket_id).block_table.first * self._block_size
@@ -404,14 +397,6 @@ class Ledger:
         if entry is not None:
             self._fail(entry, TicketState.ABORTED)
             self._settle(entry)
-
-    def end_unsent(self) -> bool:
-        """Abort the youngest ticket for which nothing is sent or read yet. False if there is none."""
-        for entry in reversed(self._entries.values()):
-            if entry.state is TicketState.RESERVED and not entry.filling:
-                self.abort(entry.ticket_id)
-                return True
-        return False
 
     def abort_transfer(self, ticket_id: int, transfer_id: int) -> None:
         """End the ticket of a transfer that its sender gives up. Without effect on a transfer that was committed."""

@@ -3,8 +3,6 @@
     a stream grows ──no block is free──► another one is preempted        a newcomer was refused ──► some are preempted for it
     preempted ──enough blocks are free──► it comes back      ──it has waited for half of `turn_s`──► others are preempted for it
                                                  nobody may give any: no newcomer takes what comes free ◄──┘
-    nothing was computed for half of `turn_s` ──► the youngest ticket for which nothing is sent yet is ended: its router tries
-                                                  again elsewhere
 
 `decode_workers.rules.preemption` decides who gives blocks back. All of it happens between two steps. A newcomer is a Reserve
 that found too few free blocks. What was made free for it is kept for a while: its router asks again when it hears of that.
@@ -68,10 +66,6 @@ class Room:
         self._kept: _Kept | None = None
         self._due_ticket: int | None = None
         """The preempted stream that has waited long enough to take the place of others, when nobody may give any."""
-        self._blocked_at: float | None = None
-        """Since when no stream could be computed for want of blocks, or when a ticket was ended last for that."""
-        self._growing: tuple[int, float] | None = None
-        """The stream for whose growth a ticket was ended, and until when new ones leave it its blocks."""
         self.preemptions = 0
 
     @property
@@ -87,7 +81,7 @@ class Room:
     @property
     def reservable_blocks(self) -> int:
         """Number of blocks that a new ticket may take while nobody gives any."""
-        return max(0, self._ledger.blocks.num_free - self._spare - self._growth_beside())
+        return max(0, self._ledger.blocks.num_free - self._spare)
 
     def remove(self, ticket_id: int) -> None:
         """Forget a stream that has left. Idempotent."""
@@ -131,24 +125,6 @@ class Room:
             return self._next_back() or self._longest_back(step)
         return None
 
-    def end_a_ticket(self, *, blocked: bool) -> bool:
-        """Note whether all streams lack blocks for the next step. Where they have done so for half of `turn_s`, end the
-        youngest ticket for which nothing is sent yet, and return True: now some may have enough.
-
-        Such a ticket may last: its prompt waits at a prefill worker, and its router renews it all the while.
-        """
-        now = self._clock()
-        if not blocked:
-            self._blocked_at = None
-        elif self._blocked_at is None:
-            self._blocked_at = now
-        elif now - self._blocked_at >= self._turn_s / 2 and self._ledger.end_unsent():
-            self._blocked_at = now
-            oldest = next((stream for stream in self._streams.values() if not stream.preempted), None)
-            self._growing = None if oldest is None else (oldest.ticket_id, now + self._turn_s)
-            return True
-        return False
-
     # -- newcomers ---------------------------------------------------------------------------------------------------
 
     def wait_s(self, share: Share, step_s: float) -> float:
@@ -166,18 +142,7 @@ class Room:
             kept = None  # nobody calls `settle` while there is nothing to compute
         if kept is not None and displaces and kept.share == share:
             return self._margin
-        beside = self._due_before(share) + self._growth_beside()
-        return self._spare + beside + (0 if kept is None else kept.blocks_now())
-
-    def _growth_beside(self) -> int:
-        """Blocks that are left to a stream for whose growth a ticket was ended lately. That ticket's request may come back at
-        once, and would only block the stream again.
-        """
-        if self._growing is None:
-            return 0
-        ticket_id, until = self._growing
-        stream = self._streams.get(ticket_id)
-        return 0 if stream is None or stream.preempted or self._clock() > until else self._ledger.to_come(ticket_id)
+        return self._spare + self._due_before(share) + (0 if kept is None else kept.blocks_now())
 
     def _due_before(self, share: Share) -> int:
         """Blocks that a stream waits for which nobody can give now, if what comes free is for it before this tenant's tickets:

@@ -13,10 +13,9 @@ blocks than a step has rows (`max_batch_size`), `decode_workers.rules.turns` dec
 
 A running stream gets a further block just before the step that needs it. If none is free, another stream gives back all of its
 own, which may be the one that asks; `decode_workers.room` finds it. The oldest does not give way to growth: if every other
-block belongs to tickets that are not attached yet, it waits for these. A ticket whose KV is coming joins or goes when its
-prompt is computed. Others may last, as their routers renew them: when nothing was computed for half of `turn_s`, the youngest
-of them is ended. A stream that migrates gives nothing back while its blocks are sent; who needs some of them waits until it has
-gone, or stays. Preempted streams come back one at a time.
+block belongs to tickets that are not attached yet, it waits for these, for as long as their prompts take. A stream that
+migrates gives nothing back while its blocks are sent; who needs some of them waits until it has gone, or stays. Preempted
+streams come back one at a time.
 
 Beside the newest tokens of running streams, a step computes up to `max_chunk_tokens` tokens of streams that are prefilled or
 recomputed, oldest first. Short prompts share a step. A long one is cut into chunks at multiples of that number, whatever else
@@ -124,15 +123,8 @@ class DecodeScheduler:
         self.room.remove(ticket_id)
 
     def plan(self) -> list[Stream]:
-        """The streams of the next step. Empty when nothing can be computed until blocks come back. Called between two steps,
-        and from time to time while nothing can be computed.
-        """
+        """The streams of the next step. Empty when nothing can be computed until blocks come back. Called between two steps."""
         self._num_steps += 1
-        batch = self._planned()
-        blocked = not batch and not all(stream.paused for stream in self._streams.values())
-        return self._planned() if self.room.end_a_ticket(blocked=blocked) else batch
-
-    def _planned(self) -> list[Stream]:
         preemptions = self.preemptions
         if self.room.waits and (self.room.settle(self._num_steps) is not None or self.preemptions != preemptions):
             self._order = None

@@ -139,15 +139,10 @@ class DecodeWorker:
         self.ledger.peer_lost(peer)
 
     def beat(self) -> None:
-        """Give up the tickets that nobody has renewed, unless this process was held: what renews them may lie unread then.
-
-        Where nothing can be computed, have the scheduler look whether a stream has waited for its blocks long enough.
-        """
+        """Give up the tickets that nobody has renewed, unless this process was held: what renews them may lie unread then."""
         self._listening.look()
         if self._listening.listened_s >= self.core.config.limits.lease_s:
             self.ledger.expire()
-        if len(self._scheduler):
-            self._loop.wake()
 
     async def close(self) -> None:
         """Nothing is under way that the core does not end."""

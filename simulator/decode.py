@@ -53,7 +53,7 @@ class DecodeWorker:
         if self._one_cache is not None:
             on_change = self._one_cache.gained
         self._cache = PrefixCache(config.decode.kv_cache_tokens // config.block_size, on_change=on_change)
-        self._ledger = _Ledger(
+        self._ledger = Ledger(
             self._cache,
             config.block_size,
             config.limits.lease_s,
@@ -285,14 +285,6 @@ class DecodeWorker:
                 recomputed_tokens=self._scheduler.recomputed_tokens,
             ),
         )
-
-
-class _Ledger(Ledger):
-    """The books of a worker whose tickets come to their end: requests are not tried again here."""
-
-    def end_unsent(self) -> bool:
-        """Return False: no ticket is ended for a stream that waits."""
-        return False
 
 
 def _nothing_fails(entry: TicketEntry) -> None:

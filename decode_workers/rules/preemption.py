@@ -68,8 +68,7 @@ class RecomputeBudget:
 
 
 def giver_for_growth(holdings: Sequence[Holding]) -> Holding | None:
-    """The stream that gives its blocks back so that another one can grow; it may be the one that asks. None if there is none:
-    then that one waits for tickets that are not attached (`decode_workers.room`).
+    """The stream that gives its blocks back so that another one can grow; it may be the one that asks. None if there is none.
 
     `holdings` are all streams that hold blocks, oldest first.
     """

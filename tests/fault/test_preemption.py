@@ -162,21 +162,6 @@ def test_a_preempted_stream_that_waits_too_long_keeps_its_tenants_tickets_waitin
     run(scenario())
 
 
-def test_the_only_stream_goes_on_though_a_ticket_waits_for_its_prompt_for_ever(two_workers: Factory) -> None:
-    """Nothing is computed meanwhile, so no step's end looks for how long it has waited."""
-
-    async def scenario() -> None:
-        async with two_workers(config(64, turn_s=0.4)) as workers:
-            router = await workers.router()
-            waiting = await router.reserve(prompt_of(32, 1), 2)
-            stream = await started(router, prompt_of(8), endless(40))
-            assert len(await router.rest(stream)) == 39
-            assert workers.decode.ledger.find(waiting.ticket_id) is None
-            await workers.until(workers.all_free)
-
-    run(scenario())
-
-
 def test_drain_waits_for_the_preempted(two_workers: Factory) -> None:
     async def scenario() -> None:
         async with two_workers(TIGHT) as workers:

@@ -370,45 +370,6 @@ def test_alone_and_with_nothing_free_the_oldest_waits_for_tickets_that_come_or_g
     assert crowd.step() == [(1, 1, True)]
 
 
-def test_the_oldest_waits_no_longer_than_half_a_turn_for_tickets_for_which_nothing_is_sent() -> None:
-    """Their routers renew them all the while. What was ended may come back, and does not block the stream again."""
-    crowd = Crowd(1, 30)
-    world = crowd.world
-    for kind, prompt in ((1, 20), (2, 1)):
-        world.arrive(b"router-2", kind, prompt, 2, 1)
-    receiving, reserved = (request.entry for request in world.requests[1:])
-    assert world.ledger.begin_push(b"prefill", receiving.ticket_id, receiving.transfer_id, 0, 1)
-    while crowd.step():
-        pass
-    for _ in range(int(TURN_S / 2)):
-        world.now += 1.0
-        world.ledger.renew(b"router-2")
-        assert crowd.step() == []
-    world.now += 1.0
-    assert crowd.step() == [(1, 1, True)]
-    assert (receiving.state, reserved.state) == (TicketState.RECEIVING, TicketState.ABORTED)
-    world.ledger.end_push(receiving.ticket_id, 1, ok=False)
-    assert world.cache.num_free == 6, "one of seven went to the stream, which may want three more"
-    for prompt in (16, 7):
-        world.arrive(b"router-2", 3, prompt, 2, 1)
-    assert [len(request.entry.token_ids) for request in world.requests[3:]] == [7], "the other leaves one"
-    while not crowd.requests[0].finished:
-        assert crowd.step() == [(1, 1, True)]
-
-
-def test_a_ticket_that_waits_is_not_ended_while_anything_is_computed() -> None:
-    crowd = Crowd(1, 30)
-    world = crowd.world
-    for kind, prompt in ((1, 20), (2, 1)):
-        world.arrive(b"router-2", kind, prompt, 2, 1)
-    for _ in range(16):
-        assert crowd.step() == [(1, 1, True)]
-        world.now += TURN_S
-        world.ledger.renew(b"router-2")
-    assert crowd.step() == []
-    assert len(world.ledger) == 3, "it has only begun to wait"
-
-
 def test_short_prompts_share_a_step_and_long_ones_go_chunk_by_chunk_beside_running_streams() -> None:
     crowd = Crowd(1, 12)
     world = crowd.world
