@@ -73,6 +73,11 @@ class _Waiting:
         if self.waited_s is None and entry.state is TicketState.COMMITTED:
             self.waited_s = time.monotonic() - self.asked
 
+    def answer(self, entry: TicketEntry) -> tuple[int, ...]:
+        """The answer's tokens so far."""
+        first = () if self.message.first_token is None else (self.message.first_token,)
+        return (*entry.token_ids[len(entry.token_ids) + len(first) - self.message.num_generated :], *first)
+
     def token_ids(self, entry: TicketEntry) -> MutableSequence[int]:
         """What the stream starts with.
 
@@ -206,10 +211,8 @@ class Attaches:
 
     async def _constrain(self, entry: TicketEntry, waiting: _Waiting) -> None:
         """Bring the answer's grammar to the state after what there is of it; until then the stream waits."""
-        message, token_ids = waiting.message, waiting.token_ids(entry)
         try:
-            answer = tuple(token_ids[len(token_ids) - message.num_generated :])
-            waiting.constraint = await self._grammars.constraint(message.sampling.grammar, answer)
+            waiting.constraint = await self._grammars.constraint(waiting.message.sampling.grammar, waiting.answer(entry))
         except TandemError as error:
             self.failed(entry, error)
         else:

@@ -13,7 +13,6 @@ import asyncio
 import itertools
 import time
 from collections.abc import Coroutine, Iterator, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from configs.model_files.kv_window import KvWindow
@@ -102,7 +101,7 @@ class WorkerCore:
             self.spawn,
             self.changed,
             limits.lease_s,
-            growth=partial(self.growth_beside, None),
+            growth=self._growth_beside_loans,
         )
         self._niceness = self._reniced = niceness
         """What the role wants, and what was asked for last."""
@@ -128,6 +127,11 @@ class WorkerCore:
     def add(self, role: RoleWork) -> None:
         """Have the worker do the work of this role, too. Called before `run`."""
         self._roles.append(role)
+
+    def _growth_beside_loans(self, shared: Sequence[bytes]) -> int | None:
+        """KV blocks that loans leave to streams. What prompts keep, the cache itself leaves to them."""
+        prompts = next((role for role in self._roles if role.role is Role.PREFILL), None)
+        return self.growth_beside(prompts, shared)
 
     def growth_beside(self, role: RoleWork | None, shared: Sequence[bytes] = ()) -> int | None:
         """KV blocks that work of this role which shares these cached blocks leaves to what is under way of the other's, and
