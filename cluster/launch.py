@@ -18,7 +18,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -126,33 +126,38 @@ def _running_already(config: ClusterConfig, report: Report) -> RunningCluster | 
     from cluster.ray.parts import ask_controller
     from cluster.teardown import remove_cluster
 
-    if (controller := find_controller()) is None:
+    if find_controller() is None:
         return None
     report("waiting for the end of the cluster's former `tandem serve`")
-    if not _is_left():
+    left_by = _left_by()
+    if (controller := find_controller()) is None:
+        return None  # who followed it has removed it
+    if left_by is None:
         raise ConfigError(f"a Tandem cluster {_RUNS_ALREADY}", param="address")
     known = ask_controller(controller.configurations.remote(), _ANSWER_S)
+    cluster = RunningCluster(controller, known[0])
+    if cluster.watch(0).stopping:  # it lets in no requests any more
+        _retire(cluster)
+        remove_cluster(own=controller)
+        return None
     running = next((each for each in known if runs_as(config, each)), None)
     if running is None:
         raise ConfigError(f"a Tandem cluster with another configuration {_RUNS_ALREADY}", param="address")
-    cluster = RunningCluster(controller, running)
-    if not cluster.watch(0).stopping:
-        return cluster
-    remove_cluster(own=controller)  # it lets in no requests any more
-    return None
+    _follow(left_by)
+    return RunningCluster(controller, running)
 
 
-def _is_left() -> bool:
-    """Whether the `tandem serve` that followed the cluster has ended."""
+def _left_by() -> str | None:
+    """The job id of the `tandem serve` that followed the cluster, if it has ended."""
     from cluster.ray.actors import job_has_ended
     from cluster.records import noted_follower
 
     if (follower := noted_follower()) is None:
-        return False
+        return None
     deadline = time.monotonic() + _LET_GO_S
     while not (ended := job_has_ended(follower)) and time.monotonic() < deadline:
         time.sleep(_LOOK_S)
-    return ended
+    return follower if ended else None
 
 
 @contextmanager
@@ -160,37 +165,58 @@ def _taken_up(cluster: RunningCluster, report: Report) -> Iterator[None]:
     """Follows the cluster as soon as HTTP answers, also if workers are missing: it may serve without them."""
     from cluster.teardown import remove_cluster
 
-    _follow()
-    deadline = time.monotonic() + cluster.config.limits.worker_start_s
     try:
         report("HTTP of the cluster that runs already")
-        while True:
-            try:
-                _wait_for_http(cluster.config.http)  # Ray is starting the routers, or has started them long ago
-                break
-            except UnavailableError:
-                if time.monotonic() > deadline:  # it may never have had routers: the next start makes a new one
-                    raise
+        _wait_for_answers(cluster)
         yield
     finally:
         remove_cluster(memory_tiers=cluster.config.kv_offloading.memory_gib is not None, own=cluster.controller)
 
 
-def _follow() -> None:
-    """Have others know that this process is the one that ends the cluster."""
+def _wait_for_answers(cluster: RunningCluster) -> None:
+    deadline = time.monotonic() + cluster.config.limits.worker_start_s
+    try:
+        while not _answers(cluster.config.http, deadline):
+            time.sleep(_LOOK_S)  # Ray is starting the routers
+    except KeyboardInterrupt:
+        _retire(cluster)  # it may answer somebody, if not this machine
+        raise
+
+
+def _answers(http: HttpConfig, deadline: float) -> bool:
+    """Whether the cluster answers, at one of its entries. Raises UnavailableError after the deadline: it may never have had
+    routers, and the next start makes a new one.
+    """
+    try:
+        if http.router_resources:
+            from cluster.ray.keepers.entries import wait_for_an_entry
+
+            wait_for_an_entry(http)
+        else:
+            wait_healthy(http)
+    except UnavailableError:
+        if time.monotonic() > deadline:
+            raise
+        return False
+    return True
+
+
+def _retire(cluster: RunningCluster) -> None:
+    """Leave its requests the time that its configuration says, if its controller answers."""
+    with suppress(UnavailableError):
+        cluster.retire(cluster.config.limits.shutdown_s)
+
+
+def _follow(former: str | None) -> None:
+    """Have others know that this process is the one that ends the cluster. Raises ConfigError if somebody else has followed the
+    `former` one meanwhile.
+    """
     from cluster.ray.actors import own_job
-    from cluster.records import note_follower
+    from cluster.records import note_follower, noted_follower
 
+    if noted_follower() != former:
+        raise ConfigError(f"a Tandem cluster {_RUNS_ALREADY}", param="address")
     note_follower(own_job())
-
-
-def _wait_for_http(http: HttpConfig) -> None:
-    if http.router_resources:
-        from cluster.ray.keepers.entries import wait_for_entries
-
-        wait_for_entries(http)
-    else:
-        wait_healthy(http)
 
 
 @contextmanager
@@ -212,7 +238,7 @@ def _pools_and_http(config: ClusterConfig, facts: ModelFacts, place: _Place, rep
     parts = Parts.start(config, os.urandom(32), memory, place.head_resources, may_grow=place.may_grow)
     try:
         if not place.ends_with_us:
-            _follow()
+            _follow(None)
         parts.prepare_front()
         settled = parts.begin_settling()
         report("workers and router")
@@ -221,7 +247,12 @@ def _pools_and_http(config: ClusterConfig, facts: ModelFacts, place: _Place, rep
         report("workers")
         ask_controller(settled)
         report("HTTP")
-        _wait_for_http(config.http)
+        if config.http.router_resources:
+            from cluster.ray.keepers.entries import wait_for_entries
+
+            wait_for_entries(config.http)
+        else:
+            wait_healthy(config.http)
         yield RunningCluster(parts.controller, config)
     finally:
         if not place.ends_with_us:

@@ -7,7 +7,8 @@ started anew, and deleted when the cluster is removed. So is a note of which `ta
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -65,10 +66,8 @@ class GcsRecords(Generic[_Record]):
 
     async def load(self) -> _Record | None:
         """Return the record, or None if none was saved. Raises UnavailableError while the GCS is away."""
-        try:
+        with _away():
             data = await asyncio.to_thread(internal_kv._internal_kv_get, self._key, namespace=_NAMESPACE)
-        except RpcError as error:
-            raise UnavailableError(f"the GCS does not answer: {error}") from None
         return None if data is None else self._adapter.validate_json(data)
 
     async def save(self, record: _Record) -> None:
@@ -78,10 +77,17 @@ class GcsRecords(Generic[_Record]):
             await asyncio.wait((self._writing,))
         put = asyncio.to_thread(internal_kv._internal_kv_put, self._key, data, namespace=_NAMESPACE)
         self._writing = asyncio.create_task(put)
-        try:
+        with _away():
             await asyncio.shield(self._writing)
-        except RpcError as error:
-            raise UnavailableError(f"the GCS does not answer: {error}") from None
+
+
+@contextmanager
+def _away() -> Iterator[None]:
+    """Raises UnavailableError for a GCS that does not answer."""
+    try:
+        yield
+    except RpcError as error:
+        raise UnavailableError(f"the GCS does not answer: {error}") from None
 
 
 def pool_records() -> GcsRecords[ClusterRecord]:
@@ -95,16 +101,21 @@ def scaler_records() -> GcsRecords[ScalerRecord]:
 
 
 def note_follower(job_id: str) -> None:
-    """Record under which job id of Ray's the process has joined that follows the cluster. Blocks for a call to the GCS."""
-    internal_kv._internal_kv_put(_FOLLOWER, job_id.encode(), namespace=_NAMESPACE)
+    """Record under which job id of Ray's the process has joined that follows the cluster. Blocks for a call to the GCS.
+
+    Raises UnavailableError while the GCS is away.
+    """
+    with _away():
+        internal_kv._internal_kv_put(_FOLLOWER, job_id.encode(), namespace=_NAMESPACE)
 
 
 def noted_follower() -> str | None:
     """Return the job id of the process that follows the cluster, or did so last. None: no process ever has.
 
-    Blocks for a call to the GCS.
+    Blocks for a call to the GCS. Raises UnavailableError while the GCS is away.
     """
-    job_id = internal_kv._internal_kv_get(_FOLLOWER, namespace=_NAMESPACE)
+    with _away():
+        job_id = internal_kv._internal_kv_get(_FOLLOWER, namespace=_NAMESPACE)
     return None if job_id is None else job_id.decode()
 
 

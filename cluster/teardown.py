@@ -29,6 +29,8 @@ from protocol.errors import UnavailableError, first_line
 log = logging.getLogger(__name__)
 
 _CLOSE_S = 30.0
+_CONFIG_S = 60.0
+"""Seconds that a controller has to answer which Ray is starting again."""
 
 
 def retire_cluster(deadline_s: float | None) -> None:
@@ -40,7 +42,7 @@ def retire_cluster(deadline_s: float | None) -> None:
     if controller is not None:
         try:
             if deadline_s is None:
-                started, _ = ray.get(controller.configurations.remote(), timeout=RETIRE_ANSWER_S)
+                started, _ = ray.get(controller.configurations.remote(), timeout=_CONFIG_S)
                 deadline_s = started.limits.shutdown_s
             ray.get(controller.retire.remote(deadline_s), timeout=deadline_s + RETIRE_ANSWER_S)
         except RayError as error:

@@ -185,6 +185,19 @@ def wait_for_entries(http: HttpConfig) -> None:
         wait_for(reference, _ANSWER_S, "an entry can't be asked")
 
 
+def wait_for_an_entry(http: HttpConfig) -> None:
+    """Wait until the entry of a node answers there. Blocks. Raises UnavailableError if none does."""
+    problem = UnavailableError("no node has an entry")
+    for reference in [keeper.wait_healthy.remote(http) for keeper in _find_keepers().values()]:
+        try:
+            wait_for(reference, _ANSWER_S, "an entry can't be asked")
+        except UnavailableError as error:
+            problem = error
+        else:
+            return
+    raise problem
+
+
 def leave_entries(nodes: Collection[str]) -> None:
     """Remove what these nodes, which Ray drains, have as entries, where no router is left. Blocks for calls to Ray."""
     leaving = {_PREFIX + node for node in nodes}

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Coroutine
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from ray.exceptions import RayActorError
 
 from cluster.ray.keepers import entries
 from cluster.ray.keepers.entries import AllEntries, OtherEntries
+from configs.loader import load_config
 from protocol.errors import UnavailableError
 from telemetry.elsewhere import Elsewhere
 
@@ -152,3 +154,22 @@ def test_a_keeper_that_can_not_be_asked_hinders_no_other(monkeypatch: pytest.Mon
     asked.clear()
     entries.withdraw_entries()
     assert (killed, asked) == (["empty"], [(name, False) for name in answers])
+
+
+def test_one_entry_that_answers_is_enough_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer_of(reference: object, deadline_s: float, gone: str) -> None:
+        if reference != "healthy":
+            raise UnavailableError(str(reference))
+
+    def keepers(*answers: str) -> None:
+        there = {answer: SimpleNamespace(wait_healthy=SimpleNamespace(remote=lambda http, it=answer: it)) for answer in answers}
+        monkeypatch.setattr(entries, "_find_keepers", lambda: there)
+
+    http = load_config(None, {}).http
+    monkeypatch.setattr(entries, "wait_for", answer_of)
+    keepers("dead", "healthy", "no router")
+    entries.wait_for_an_entry(http)
+    for silent in (("dead", "no router"), ()):
+        keepers(*silent)
+        with pytest.raises(UnavailableError, match=silent[-1] if silent else "no node has an entry"):
+            entries.wait_for_an_entry(http)

@@ -35,17 +35,19 @@ class ScriptedController:
         self.stopping = False
         self.configurations = SimpleNamespace(remote=lambda: (STARTED, ROLLED_OUT))
         self.watch = SimpleNamespace(remote=lambda version: SimpleNamespace(version=1, stopping=self.stopping))
+        self.retired: list[float] = []
+        self.retire = SimpleNamespace(remote=lambda deadline_s: self.retired.append(deadline_s) or 0)
 
 
 class Site:
     """A Ray cluster, with one of ours that a former `tandem serve` has left."""
 
     def __init__(self) -> None:
-        self.controller = ScriptedController()
+        self.controller: Any = ScriptedController()
         self.jobs = [{FORMER_JOB: True}]
         """Whether processes have ended, at each look; the last one is for ever."""
         self.follower: str | None = FORMER_JOB
-        self.health: list[Exception | None] = [None]
+        self.health: list[BaseException | None] = [None]
         self.removed: list[Any] = []
         self.started: list[ClusterConfig] = []
 
@@ -138,12 +140,42 @@ def test_another_configuration_is_refused(site: Site) -> None:
     assert (site.follower, site.removed) == (FORMER_JOB, [])
 
 
-def test_a_cluster_that_lets_nobody_in_makes_room_for_a_new_one(site: Site) -> None:
-    """A command that was to end it was killed meanwhile."""
+@pytest.mark.parametrize("config", [STARTED, load_config(None, {"decode.workers": 4})])
+def test_a_cluster_that_lets_nobody_in_makes_room_for_a_new_one(site: Site, config: ClusterConfig) -> None:
+    """A command that was to end it was killed meanwhile. Requests that still run have their time."""
     site.controller.stopping = True
-    with serve(STARTED) as cluster:
+    with serve(config) as cluster:
         assert cluster.controller is not site.controller
-        assert (site.removed, site.started) == ([site.controller], [STARTED])
+        assert (site.removed, site.started) == ([site.controller], [config])
+        assert site.controller.retired == [STARTED.limits.shutdown_s]
+
+
+def test_one_that_its_command_ends_meanwhile_makes_room_for_a_new_one(monkeypatch: pytest.MonkeyPatch, site: Site) -> None:
+    def ended(job_id: str) -> bool:
+        site.controller = None
+        return True
+
+    monkeypatch.setattr("cluster.ray.actors.job_has_ended", ended)
+    with serve(STARTED):
+        assert (site.removed, site.started) == ([], [STARTED])
+
+
+def test_of_two_commands_one_takes_it_up(monkeypatch: pytest.MonkeyPatch, site: Site) -> None:
+    def ended(job_id: str) -> bool:
+        site.follower = "03000000"
+        return True
+
+    monkeypatch.setattr("cluster.ray.actors.job_has_ended", ended)
+    with pytest.raises(ConfigError, match="runs on this Ray cluster already"), serve(STARTED):
+        pytest.fail("another one has taken it up")
+    assert (site.follower, site.removed) == ("03000000", [])
+
+
+def test_a_signal_while_http_is_waited_for_leaves_requests_their_time(site: Site) -> None:
+    site.health = [UnavailableError("503"), KeyboardInterrupt()]
+    with pytest.raises(KeyboardInterrupt), serve(STARTED):
+        pytest.fail("it was not ready")
+    assert (site.controller.retired, site.removed) == ([STARTED.limits.shutdown_s], [site.controller])
 
 
 def test_routers_that_ray_brings_back_are_waited_for(site: Site) -> None:
