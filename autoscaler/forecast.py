@@ -16,6 +16,8 @@ from protocol.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
+_Counts = np.ndarray[tuple[int], np.dtype[np.float64]]
+
 BINS = 96
 """Number of bins that a season is divided into."""
 _MOST_SEASONS = 8
@@ -73,14 +75,23 @@ class History:
         """The most that the rate will be within `ahead_s` seconds, by what it is now: at least 1."""
         if self._forecast is None or not len(self._forecast):
             return 1.0
-        # The middle of a bin has its mean rate; `_forecast[0]` is the bin that is open.
-        place = (now / self._bin_s) - (self.latest + 1) - 0.5
-        xs = np.arange(len(self._forecast))
-        present = float(np.interp(place, xs, self._forecast))
-        steps = np.linspace(place, place + ahead_s / self._bin_s, 17)
-        most = float(np.max(np.interp(steps, xs, self._forecast)))
+        present, most = self._present_and_most(self._forecast, now, ahead_s)
         floor = 0.05 * float(np.max(self._forecast)) + 1e-9
         return float(np.clip(most / max(present, floor), 1.0, _MOST_TIMES))
+
+    def expected(self, now: float) -> float:
+        """The highest rate of the next bin's length, in requests per second; 0 where there is no forecast."""
+        if self._forecast is None or not len(self._forecast):
+            return 0.0
+        return self._present_and_most(self._forecast, now, self._bin_s)[1] / self._bin_s
+
+    def _present_and_most(self, forecast: _Counts, now: float, ahead_s: float) -> tuple[float, float]:
+        """Counts of a bin at the present rate, and at the highest one within `ahead_s` seconds."""
+        # The middle of a bin has its mean rate; `forecast[0]` is the bin that is open.
+        place = (now / self._bin_s) - (self.latest + 1) - 0.5
+        xs = np.arange(len(forecast))
+        steps = np.linspace(place, place + ahead_s / self._bin_s, 17)
+        return float(np.interp(place, xs, forecast)), float(np.max(np.interp(steps, xs, forecast)))
 
     def _set_back(self, number: int) -> None:
         """The clock was set back into this bin: what was counted from there on has another time now, and is forgotten."""
@@ -112,7 +123,7 @@ class History:
         self.latest = max(self.latest, until)
 
 
-def _forecast(bins: Sequence[float]) -> np.ndarray[tuple[int], np.dtype[np.float64]] | None:
+def _forecast(bins: Sequence[float]) -> _Counts | None:
     """The next season's counts; None while there are too few to say anything."""
     import augurs
 

@@ -33,6 +33,9 @@ FIRST_START_S = 10.0
 _SOONEST_S, _LATEST_S = 1.0, 30.0
 """Bounds of the time in which prompts that wait should be computed: half of what the first token may take. Where a start takes
 longer, they are given that long, for nobody can come sooner."""
+_MOST_KEPT = 1.25
+"""So many times the present rate is the most for which workers are kept, if the forecast expects it within a bin. A lull of
+some minutes takes none away that are needed again; a day that is quieter than others costs no more than that."""
 _LATE_START = 3.0
 """So many times the usual start is waited for before fewer workers may be wanted than there are to come."""
 
@@ -223,6 +226,8 @@ class Autoscaler:
         ahead_s = start_s + 1.0  # by then, a worker that is wanted now takes requests
         growth = self._history.growth(wall, ahead_s)
         later = max(growth, self._history.growth(wall, ahead_s + self._config.hold_s))
+        if demand.rate:
+            later = max(later, min(_MOST_KEPT, self._history.expected(wall) / demand.rate))
         needs = {}
         for role in self._roles:
             if not capacity.knows(role):

@@ -33,6 +33,14 @@ def test_a_season_says_when_it_grows() -> None:
     assert history.growth(now + 3 * quarter, SEASON_S / 8) > 1.3
 
 
+def test_it_expects_the_rate_of_this_time_of_the_season() -> None:
+    history, now = counted(3 * BINS)
+    quarter = SEASON_S / 4
+    assert history.expected(now) == pytest.approx(200 / BIN_S, rel=0.1)
+    assert history.expected(now + quarter) == pytest.approx(350 / BIN_S, rel=0.05)
+    assert History(SEASON_S).expected(now) == 0.0
+
+
 def test_it_never_says_less_than_now_nor_far_more() -> None:
     history, now = counted(2 * BINS)
     for step in range(BINS):

@@ -220,6 +220,19 @@ def test_a_season_is_prepared_for() -> None:
     assert after.seconds(57, low)[PREFILL] == 1
 
 
+def test_a_lull_takes_nobody_away_whom_the_season_wants_again() -> None:
+    season_s = 96 * 60.0
+
+    def begun(bins: tuple[float, ...]) -> Running:
+        return Running(10_000 * season_s, ScalerRecord(bins=bins, latest_bin=960_000 - 1), season_s=season_s)
+
+    known, unknown = begun((26 * 60.0,) * 3 * 96), begun(())
+    assert known.seconds(70, 26.0)[PREFILL] == unknown.seconds(70, 26.0)[PREFILL] == 5
+    assert known.seconds(40, 17.0)[PREFILL] == 5
+    assert unknown.seconds(40, 17.0)[PREFILL] == 4
+    assert known.seconds(40, 10.0)[PREFILL] < 4, "this is no lull any more"
+
+
 def test_a_schedule_starts_what_sleeps_before_anybody_asks() -> None:
     monday = 1_763_971_200.0  # 2025-11-24 08:00 UTC
     entry = {"days": ["mon"], "begin": "08:00", "end": "09:00", "sizes": {"decode": "2..4"}}
