@@ -36,7 +36,11 @@ class ScriptedController:
         self.configurations = SimpleNamespace(remote=lambda: (STARTED, ROLLED_OUT))
         self.watch = SimpleNamespace(remote=lambda version: SimpleNamespace(version=1, stopping=self.stopping))
         self.retired: list[float] = []
-        self.retire = SimpleNamespace(remote=lambda deadline_s: self.retired.append(deadline_s) or 0)
+        self.retire = SimpleNamespace(remote=self._retire)
+
+    def _retire(self, deadline_s: float) -> int:
+        self.retired.append(deadline_s)
+        return 0
 
 
 class Site:
