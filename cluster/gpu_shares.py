@@ -35,8 +35,7 @@ def with_gpu_shares(config: ClusterConfig, nodes: Sequence[Resources]) -> Cluste
     for the workers, and with a transport for processors. Raises ConfigError if `device` is cuda and there is no GPU, and for
     what can't be where workers would compute: a `dtype` or a format of KV, or a draft model.
     """
-    pools = [pool_of(config, role) for role in Role]
-    if config.engine == "paced" or config.device == "cpu" or any("GPU" in pool.resources for pool in pools):
+    if config.engine == "paced" or config.device == "cpu" or _names_gpus(config):
         return config
     all_gpus = sum(int(node.get("GPU", 0.0)) for node in nodes)
     if not all_gpus and config.device == "cuda":
@@ -58,7 +57,7 @@ def runs_as(config: ClusterConfig, running: ClusterConfig) -> bool:
     """Return whether a cluster that was started with `config` may run with `running`: equal, but for shares of GPUs that nobody
     named. They depend on the nodes that were there.
     """
-    if any("GPU" in pool_of(config, role).resources for role in Role) or "GPU" not in running.decode.resources:
+    if _names_gpus(config) or "GPU" not in running.decode.resources:
         return config == running
     return _reserving(config, running.decode.resources["GPU"]) == running
 
@@ -75,8 +74,11 @@ def with_gpus_here(config: ClusterConfig) -> ClusterConfig:
 
 def left_gpus_alone(config: ClusterConfig) -> bool:
     """Return whether workers could compute on GPUs with `device: auto`, and no share of one is among their resources."""
-    named = any("GPU" in pool_of(config, role).resources for role in Role)
-    return config.engine != "paced" and config.device == "auto" and not named
+    return config.engine != "paced" and config.device == "auto" and not _names_gpus(config)
+
+
+def _names_gpus(config: ClusterConfig) -> bool:
+    return any("GPU" in pool_of(config, role).resources for role in Role)
 
 
 def why_left_alone(config: ClusterConfig) -> str | None:

@@ -25,7 +25,7 @@ from typing import Any, cast
 from cluster.gpu_shares import runs_as, with_gpu_shares
 from cluster.health import wait_healthy
 from cluster.memory import role_memory
-from cluster.open_requests import RETIRE_ANSWER_S
+from cluster.open_requests import RESTARTED_ANSWER_S, RETIRE_ANSWER_S
 from cluster.ray.front import HEAD_RESOURCES
 from cluster.ray.placement import unplaceable
 from cluster.ray.session import joined_ray, local_ray
@@ -41,8 +41,6 @@ _RUNS_ALREADY = "runs on this Ray cluster already; `tandem stop` ends it"
 _LET_GO_S = 30.0
 """Seconds in which the GCS notices that a process ended together with its node."""
 _LOOK_S = 0.5
-_ANSWER_S = 60.0
-"""Seconds that a controller has to answer which Ray is starting again."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +132,7 @@ def _running_already(config: ClusterConfig, report: Report) -> RunningCluster | 
         return None  # who followed it has removed it
     if left_by is None:
         raise ConfigError(f"a Tandem cluster {_RUNS_ALREADY}", param="address")
-    known = ask_controller(controller.configurations.remote(), _ANSWER_S)
+    known = ask_controller(controller.configurations.remote(), RESTARTED_ANSWER_S)
     cluster = RunningCluster(controller, known[0])
     if cluster.watch(0).stopping:  # it lets in no requests any more
         _retire(cluster)

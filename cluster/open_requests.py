@@ -8,6 +8,8 @@ from collections.abc import Awaitable, Callable
 
 RETIRE_ANSWER_S = 10.0
 """Seconds beyond its deadline that the controller has to tell how many requests still run."""
+RESTARTED_ANSWER_S = 60.0
+"""Seconds that a controller has to answer a question, also one that Ray is just starting again."""
 _FRESH_S = 3.0
 """Seconds. A router that has told nothing for so long has ended, and its requests with it."""
 _LOOK_S = 0.1

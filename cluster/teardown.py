@@ -17,7 +17,7 @@ from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.controller import CONTROLLER, find_controller
-from cluster.open_requests import RETIRE_ANSWER_S
+from cluster.open_requests import RESTARTED_ANSWER_S, RETIRE_ANSWER_S
 from cluster.ray.actors import NAMESPACE, named_groups, own_names
 from cluster.ray.front import HEAD_RESOURCES, at_head, withdraw
 from cluster.ray.keepers.entries import withdraw_entries
@@ -29,8 +29,6 @@ from protocol.errors import UnavailableError, first_line
 log = logging.getLogger(__name__)
 
 _CLOSE_S = 30.0
-_CONFIG_S = 60.0
-"""Seconds that a controller has to answer which Ray is starting again."""
 
 
 def retire_cluster(deadline_s: float | None) -> None:
@@ -42,7 +40,7 @@ def retire_cluster(deadline_s: float | None) -> None:
     if controller is not None:
         try:
             if deadline_s is None:
-                started, _ = ray.get(controller.configurations.remote(), timeout=_CONFIG_S)
+                started, _ = ray.get(controller.configurations.remote(), timeout=RESTARTED_ANSWER_S)
                 deadline_s = started.limits.shutdown_s
             ray.get(controller.retire.remote(deadline_s), timeout=deadline_s + RETIRE_ANSWER_S)
         except RayError as error:
