@@ -128,7 +128,7 @@ def moved(cluster: Any, nodes: Nodes, node: str) -> None:
 
 
 def test_a_node_with_the_only_decode_worker_is_left(nodes: Nodes, joined: Any) -> None:
-    max_tokens = tokens_for(joined, 20)  # longer than another worker takes to start
+    max_tokens = tokens_for(joined, 40)  # twice what another worker takes to start beside these streams, on two cores
     expected = run_all(variants(joined, 8, max_tokens))
     joined.until(joined.clean, 20)
     migrated, resumed = counted(joined, "migrations_total"), counted(joined, "resumed_streams_total")
