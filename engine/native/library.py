@@ -20,7 +20,7 @@ from configs.facts import KV_SCALE_BYTES
 from configs.profiles import MeasuredProduct
 from engine.kernels.quantized import GROUP
 from engine.native.build import Built, load_alike, load_library
-from engine.native.recording import Calls, Recording
+from engine.native.recording import REPLAY_SIGNATURE, Calls, Recording
 
 HEAD_DIMS = (64, 128)
 COLUMNS = 64
@@ -102,11 +102,11 @@ class NativeLibrary:
         self._declare(built.functions)
 
     @contextmanager
-    def recording(self, recording: Recording) -> Iterator[None]:
+    def recording(self) -> Iterator[Recording]:
         """All that is computed meanwhile, by products and operators of this library, is noted."""
-        before, self.calls = self.calls, recording
+        before, self.calls = self.calls, Recording(self.functions.replay)
         try:
-            yield
+            yield self.calls
         finally:
             self.calls = before
 
@@ -133,6 +133,7 @@ class NativeLibrary:
         for name, arguments in LOOKUP_SIGNATURES.items():
             function = getattr(functions, name + self._suffix)
             function.argtypes, function.restype = arguments, ctypes.c_bool
+        functions.replay.argtypes, functions.replay.restype = REPLAY_SIGNATURE, None
 
     def add_rms_norm(self, x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float, out_TD: Tensor) -> None:
         """Add `delta_TD` to the float32 `x_TD` in place; write the sum, over its root mean square, times the weight."""

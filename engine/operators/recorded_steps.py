@@ -91,8 +91,7 @@ class _RecordedStep:
             recording, normed_TD = self._recorded
             recording.replay()
             return normed_TD
-        recording = Recording()
-        with self._library.recording(recording):
+        with self._library.recording() as recording:
             computed_TD = decoder.layers(self._step, self._x_TD, self._batch, self._pool, None)
         assert computed_TD is not None, "all rows are sampled from"
         self._recorded = recording, computed_TD  # not before it is whole

@@ -8,6 +8,8 @@
 constexpr int64_t kVector = 8;  // values in a register
 constexpr int kTile = 6;        // rows that are multiplied together: 12 of 16 registers hold their sums
 constexpr int kFourBitTile = 5;  // the same while four bits are taken out of words, which needs registers as well
+// Groups of a row's inputs that are summed side by side, at most: with more, weights come from memory more slowly.
+constexpr int kFourBitGroups = 2, kEightBitGroups = 1;
 
 using Vector = __m256;
 using Words = __m256i;

@@ -9,6 +9,8 @@
 constexpr int64_t kVector = 16;  // values in a register
 constexpr int kTile = 12;        // rows that are multiplied together: 12 of 32 registers hold their sums, 12 those of a group
 constexpr int kFourBitTile = kTile;  // the same while four bits are taken out of words
+// Groups of a row's inputs that are summed side by side, at most.
+constexpr int kFourBitGroups = 3, kEightBitGroups = 3;
 
 using Vector = __m512;
 using Words = __m512i;

@@ -119,7 +119,7 @@ inline void add_groups(const float* x, const float* sums, Weights& weights, cons
 // y += T rows times 16 outputs. `sums` are the rows' sums of each group, [groups][T].
 template <int T, int kBits, typename Weights>
 void multiply_quantized(const float* x, i64 groups, const float* sums, Weights weights, const uint8_t* record, float* y) {
-  constexpr int kTogether = std::clamp(kTile / (T * kParts), 1, 3);
+  constexpr int kTogether = std::clamp(kTile / (T * kParts), 1, kBits == 4 ? kFourBitGroups : kEightBitGroups);
   go_on<T>(y, [&](Vector (&total)[T][kParts]) __attribute__((always_inline)) {
     i64 g = 0;
     for (; g + kTogether <= groups; g += kTogether)
@@ -209,17 +209,24 @@ i64 number_of_parts(i64 rows, i64 inputs) {
   return (rows + most - 1) / most;
 }
 
-// Call `multiply` with a part of the rows, in tiles of up to `tile`, their results, and the first of each `step` outputs.
+// Call `multiply` with a part of the rows, in tiles of up to `tile`, their results, and the first of each `step` outputs. The
+// rows of one tile are read by each thread for itself: all would wait for one, and fetch from its core what it has read.
 template <typename In, typename Out, typename Multiply>
 void multiply_all(const In* x, Out* y, i64 rows, i64 inputs, i64 outputs, i64 step, i64 tile, i64 threads, const Multiply& multiply) {
   static thread_local Inputs own;
-  Inputs& part = own;
+  Inputs& shared = own;
+  const bool alone = rows <= tile;
   const i64 parts = number_of_parts(rows, inputs);
   for (i64 i = 0; i < parts; ++i) {
-    const i64 first = i * rows / parts;
-    part.read(x + first * inputs, (i + 1) * rows / parts - first, inputs, tile, threads);
-#pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (i64 column = 0; column < outputs; column += step) multiply(part, y + first * outputs + column, column);
+    const i64 first = i * rows / parts, count = (i + 1) * rows / parts - first;
+    if (!alone) shared.read(x + first * inputs, count, inputs, tile, threads);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+      const Inputs& part = alone ? own : shared;
+      if (alone) own.read(x, rows, inputs, tile, 1);
+#pragma omp for schedule(static)
+      for (i64 column = 0; column < outputs; column += step) multiply(part, y + first * outputs + column, column);
+    }
   }
 }
 

@@ -77,6 +77,10 @@ class Inputs {
         for (i64 i = 0; i < kGroup; i += kVector) add_to(lanes, load(x + t * inputs_ + g + i));
         *sums++ = sum(lanes);
       }
+    if (rows == 1) {
+      for (i64 i = 0; i < inputs_; i += kVector) store(to + i, load(x + i));
+      return;
+    }
     // A register of columns is longer than a tile's rows: what is too much is written over by the next one.
     for (i64 i = 0; i < inputs_; i += kVector) {
       Words words[kVector] = {};

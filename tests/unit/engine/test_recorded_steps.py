@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from engine.model_runner import ModelRunner
 from engine.models.decoder import Decoder
 from engine.models.packing import Quantization, WeightFormat
 from engine.models.weights import load_weights
-from engine.native.library import NativeLibrary
+from engine.native.library import LOGITS_SIGNATURES, SIGNATURES, NativeLibrary
 from engine.operators import recorded_steps, step_factory
 from engine.operators.recorded_steps import MAX_ROWS, RecordedDecoder, can_record
 from engine.ranks.tensor_parallel import ALONE
@@ -158,6 +159,43 @@ def test_contexts_of_any_length(tmp_path: Path) -> None:
         pair = Pair(facts, torch.bfloat16)
         for start in (0, 511, 8, 300, 7):
             pair.agree([Chunk([start % 200 + i], start, table, SAMPLED, 1) for i, table in enumerate(tables)])
+
+
+@pytest.mark.parametrize("name", [*SIGNATURES, *LOGITS_SIGNATURES])
+def test_every_operator_can_be_called_again(name: str) -> None:
+    """replay.cpp has places for 15 whole numbers and pointers, and for one float32."""
+    kinds = (SIGNATURES | LOGITS_SIGNATURES)[name]
+    numbers = [kind for kind in kinds if kind is ctypes.c_float]
+    assert len(numbers) <= 1
+    assert len(kinds) - len(numbers) <= 15
+
+
+def test_what_no_operator_computes_is_called_in_its_place() -> None:
+    """Of calls before, between and after others each finds what those before it have computed."""
+    library = NativeLibrary.load(1, torch.bfloat16)
+    if library is None:
+        pytest.skip("needs a set of native operators")
+    first_TI, second_TI, third_TI = (torch.zeros(2, 2 * size, dtype=torch.bfloat16) for size in (64, 32, 16))
+    noise_TI = torch.randn(2, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    out_TI = torch.empty(2, 16, dtype=torch.bfloat16)
+
+    def compute() -> None:
+        library.calls.make(first_TI.copy_, noise_TI)
+        library.swiglu(first_TI, second_TI)
+        library.calls.make(second_TI.mul_, 3)
+        library.swiglu(second_TI, third_TI)
+        library.swiglu(third_TI, out_TI)
+        library.calls.make(out_TI.add_, 1)
+
+    with library.recording() as recording:
+        compute()
+    for _ in range(2):
+        noise_TI.neg_()
+        recording.replay()
+        replayed_TI = out_TI.clone()
+        compute()
+        assert torch.equal(out_TI, replayed_TI)
+    assert (out_TI != 1).any()
 
 
 def test_few_recordings_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
