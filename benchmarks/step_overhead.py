@@ -1,7 +1,8 @@
 """What Python costs in a decode step of 16 sequences, 256 tokens each, one thread: `python -m benchmarks.step_overhead`.
 
-A step's wall time less the time inside the native operators, sampling's included, each of which is timed where it is called.
-All else counts as Python: laying out the batch, with NumPy and torch's few small operators, the calls, reading results.
+A step's wall time less the time inside native code: the call that repeats the layers' recorded operators, and those of the
+embedding, the head and sampling. All else counts as Python: laying out the batch, with NumPy and torch's few small operators,
+the calls, reading results.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from configs.models import resolve
 from engine.batch import Chunk
 from engine.model_runner import ModelRunner
 from engine.native.build import load_alike
-from engine.native.library import LOGITS_SIGNATURES, LOOKUP_SIGNATURES, SIGNATURES, NativeLibrary
+from engine.native.library import LOGITS_SIGNATURES, LOOKUP_SIGNATURES, NativeLibrary
 from engine.native.sampling import NativeSampler
 from protocol.sampling import SamplingParams
 
@@ -71,7 +72,7 @@ def main() -> None:
 
 
 def time_operators() -> Timed:
-    """Time the native operators of whatever is loaded from here on."""
+    """Time native code that steps of whatever is loaded from here on call, once they are recorded."""
     dtype = torch.bfloat16
     library = NativeLibrary.load(1, dtype)
     assert library is not None, "this machine has no native operators"
@@ -79,7 +80,7 @@ def time_operators() -> Timed:
     NativeSampler(library)
     timed = Timed()
     for built in alike:
-        for name in (*SIGNATURES, *LOGITS_SIGNATURES, *LOOKUP_SIGNATURES, "sample"):
+        for name in ("replay", *LOGITS_SIGNATURES, *LOOKUP_SIGNATURES, "sample"):
             setattr(built.functions, name, timed.of(getattr(built.functions, name)))
     return timed
 

@@ -104,11 +104,13 @@ class NativeLibrary:
     @contextmanager
     def recording(self) -> Iterator[Recording]:
         """All that is computed meanwhile, by products and operators of this library, is noted."""
-        before, self.calls = self.calls, Recording(self.functions.replay)
+        recording = Recording(self.functions.replay)
+        before, self.calls = self.calls, recording
         try:
-            yield self.calls
+            yield recording
         finally:
             self.calls = before
+        recording.end()
 
     def prefer(self, measured: Sequence[MeasuredProduct], alike: Sequence[Built]) -> None:
         """Compute these products by the libraries that were chosen for them, of those given, which have one arithmetic.

@@ -14,7 +14,7 @@ each replay; and what is not computed by a call of `Calls.make` is not computed 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -56,7 +56,7 @@ class Recording(Calls):
         self._replay = replay
         self._calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
         self._parts: list[Callable[[], Any]] = []
-        """From the first replay on, what makes all calls again."""
+        """What makes all calls again."""
         self._results: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
     def make(self, function: Callable[..., Any], *arguments: Any) -> None:
@@ -69,20 +69,21 @@ class Recording(Calls):
             self._results[key] = super().result(*key)
         return self._results[key]
 
-    def replay(self) -> None:
-        """Make all calls again, in their order."""
-        self._parts = self._parts or [*self._in_parts()]
-        for part in self._parts:
-            part()
-
-    def _in_parts(self) -> Iterator[Callable[[], Any]]:
-        """All calls: operators that follow each other at once, and others alone."""
+    def end(self) -> None:
+        """No more calls are to be noted."""
         for are_operators, together in groupby(self._calls, lambda call: hasattr(call[0], "argtypes")):
             calls = list(together)
             if are_operators:
-                yield partial(self._replay, (_Call * len(calls))(*(_noted(*call) for call in calls)), len(calls))
+                noted = (_Call * len(calls))(*(_noted(*call) for call in calls))
+                self._parts.append(partial(self._replay, noted, len(calls)))
             else:
-                yield from (partial(function, *arguments) for function, arguments in calls)
+                self._parts += [partial(function, *arguments) for function, arguments in calls]
+        self._calls.clear()
+
+    def replay(self) -> None:
+        """Make all calls again, in their order."""
+        for part in self._parts:
+            part()
 
 
 def _noted(function: Any, arguments: tuple[Any, ...]) -> _Call:

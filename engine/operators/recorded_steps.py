@@ -1,4 +1,4 @@
-"""A decoder on a processor, whose decode steps are recorded: a loop over calls where the Python of a whole model would be.
+"""A decoder on a processor, whose decode steps are recorded: a call or a few where the Python of a whole model would be.
 
     step of few rows for a sequence, ──► the recording for so many rows: its memory is filled, its calls are made again
     whose logits are all wanted          none yet: the step is computed as one of single tokens would be, and recorded

@@ -1,6 +1,6 @@
 """Times of a worker's steps, by a model of made-up weights: the real operators, and the real code around them.
 
-Steps are not recorded (`engine.operators.recorded_steps`): a worker's decode steps take up to two milliseconds less.
+Steps are not recorded (`engine.operators.recorded_steps`): a worker's decode steps take up to three milliseconds less.
 
 Only some layers are computed. A step of L layers takes t(1) + (L - 1) * (t(d) - t(1)) / (d - 1), where t(1) and t(d) are the
 times with one and with d layers. So the steps that are timed take a part of the time of those that they stand for. Where there

@@ -213,18 +213,19 @@ i64 number_of_parts(i64 rows, i64 inputs) {
 // rows of one tile are read by each thread for itself: all would wait for one, and fetch from its core what it has read.
 template <typename In, typename Out, typename Multiply>
 void multiply_all(const In* x, Out* y, i64 rows, i64 inputs, i64 outputs, i64 step, i64 tile, i64 threads, const Multiply& multiply) {
-  static thread_local Inputs own;
-  Inputs& shared = own;
+  static thread_local Inputs callers;
+  Inputs& shared = callers;  // by all threads of a region, each of which has a `callers` of its own
   const bool alone = rows <= tile;
   const i64 parts = number_of_parts(rows, inputs);
   for (i64 i = 0; i < parts; ++i) {
     const i64 first = i * rows / parts, count = (i + 1) * rows / parts - first;
-    if (!alone) shared.read(x + first * inputs, count, inputs, tile, threads);
+    if (!alone) shared.read_together(x + first * inputs, count, inputs, tile, threads);
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
+      static thread_local Inputs own;
+      if (alone) own.read(x, rows, inputs, tile);
       const Inputs& part = alone ? own : shared;
-      if (alone) own.read(x, rows, inputs, tile, 1);
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
       for (i64 column = 0; column < outputs; column += step) multiply(part, y + first * outputs + column, column);
     }
   }

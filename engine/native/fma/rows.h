@@ -35,13 +35,16 @@ class Inputs {
  public:
   // `tile`: rows of a tile at most, up to kTile.
   template <typename In>
-  void read(const In* x, i64 rows, i64 inputs, i64 tile, i64 threads) {
-    rows_ = rows;
-    inputs_ = inputs;
-    tiles_ = (rows + tile - 1) / tile;
-    values_.resize(tiles_ * value_stride());
-    sums_.resize(tiles_ * sum_stride());
-#pragma omp parallel for num_threads(threads) if (threads > 1 && tiles_ > 1)
+  void read(const In* x, i64 rows, i64 inputs, i64 tile) {
+    lay_out(rows, inputs, tile);
+    for (i64 i = 0; i < tiles_; ++i) read_tile(x + first(i) * inputs, i);
+  }
+
+  // The same by several threads.
+  template <typename In>
+  void read_together(const In* x, i64 rows, i64 inputs, i64 tile, i64 threads) {
+    lay_out(rows, inputs, tile);
+#pragma omp parallel for num_threads(threads) if (threads > 1)
     for (i64 i = 0; i < tiles_; ++i) read_tile(x + first(i) * inputs, i);
   }
 
@@ -61,6 +64,14 @@ class Inputs {
   i64 groups() const { return inputs_ / kGroup; }
 
  private:
+  void lay_out(i64 rows, i64 inputs, i64 tile) {
+    rows_ = rows;
+    inputs_ = inputs;
+    tiles_ = (rows + tile - 1) / tile;
+    values_.resize(tiles_ * value_stride());
+    sums_.resize(tiles_ * sum_stride());
+  }
+
   // About equal, since small tiles use the processor badly.
   i64 first(i64 tile) const { return tile * (rows_ / tiles_) + std::min(tile, rows_ % tiles_); }
   i64 count(i64 tile) const { return first(tile + 1) - first(tile); }
