@@ -56,7 +56,7 @@ class Recording(Calls):
         self._replay = replay
         self._calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
         self._parts: list[Callable[[], Any]] = []
-        """What makes all calls again."""
+        """Functions that make the noted calls again, in their order: operators that follow each other share one."""
         self._results: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
     def make(self, function: Callable[..., Any], *arguments: Any) -> None:
@@ -70,7 +70,7 @@ class Recording(Calls):
         return self._results[key]
 
     def end(self) -> None:
-        """No more calls are to be noted."""
+        """Prepare `replay` from the calls that were noted. The recording takes no further ones."""
         for are_operators, together in groupby(self._calls, lambda call: hasattr(call[0], "argtypes")):
             calls = list(together)
             if are_operators:

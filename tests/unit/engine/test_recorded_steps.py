@@ -171,7 +171,7 @@ def test_every_operator_can_be_called_again(name: str) -> None:
 
 
 def test_what_no_operator_computes_is_called_in_its_place() -> None:
-    """Of calls before, between and after others each finds what those before it have computed."""
+    """torch's functions and native operators take turns in a replay as they did when they were recorded."""
     library = NativeLibrary.load(1, torch.bfloat16)
     if library is None:
         pytest.skip("needs a set of native operators")
