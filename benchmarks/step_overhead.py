@@ -19,8 +19,9 @@ from configs.models import resolve
 from engine.batch import Chunk
 from engine.model_runner import ModelRunner
 from engine.native.build import load_alike
-from engine.native.library import LOGITS_SIGNATURES, LOOKUP_SIGNATURES, NativeLibrary
+from engine.native.library import NativeLibrary
 from engine.native.sampling import NativeSampler
+from engine.native.signatures import LOGITS_SIGNATURES, LOOKUP_SIGNATURES
 from protocol.sampling import SamplingParams
 
 SEQUENCES, CONTEXT, BLOCK_SIZE, KV_TOKENS = 16, 256, 16, 8192

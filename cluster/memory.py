@@ -131,7 +131,7 @@ def with_fitting_pools(config: ClusterConfig, facts: ModelFacts, memory_bytes: i
 
     They are never smaller than what is seen of one request of the whole context. Sizes that somebody chose stay as they are.
     """
-    pools = {"prefill": config.prefill, "decode": config.decode}
+    pools = config.pools
     chosen = {name for name, pool in pools.items() if "kv_cache_tokens" in pool.model_fields_set}
     memory = {name: worker_memory(config, pool, facts) for name, pool in pools.items()}
     counts = {role.value: float(most_workers(config, role)) for role in Role}
@@ -143,7 +143,7 @@ def with_fitting_pools(config: ClusterConfig, facts: ModelFacts, memory_bytes: i
     if wanted <= room or not wanted:
         return config
     context, window = config.max_model_len or facts.max_model_len, KvWindow.of(facts, config.engine)
-    updates = {}
+    updates: dict[str, PoolConfig] = {}
     for name, pool in pools.items():
         if name not in chosen:
             least = AT_ONCE[name](config, window, context)

@@ -352,9 +352,19 @@ class ClusterConfig(_Section):
     """Every key is of one of these."""
     autoscale: AutoscaleConfig = AutoscaleConfig()
 
+    @property
+    def pools(self) -> dict[RoleName, PoolConfig]:
+        """The pools of both roles."""
+        return {"prefill": self.prefill, "decode": self.decode}
+
+    @property
+    def working_pools(self) -> dict[RoleName, PoolConfig]:
+        """Those that ever have workers."""
+        return {role: pool for role, pool in self.pools.items() if self.has_workers(role)}
+
     def has_workers(self, role: RoleName) -> bool:
         """Whether a role ever has workers."""
-        return role in self.autoscale.sizes or bool((self.prefill if role == "prefill" else self.decode).workers)
+        return role in self.autoscale.sizes or bool(self.pools[role].workers)
 
     def device_of(self, pool: PoolConfig) -> Literal["auto", "cpu", "cuda"]:
         """What a worker of this pool may compute on. `auto` is the processor for a worker that reserves no GPU."""

@@ -16,8 +16,9 @@ from engine.models.gguf_weights import GgufWeights
 from engine.models.parameters import Parameter, layer_parameters, model_parameters
 from engine.models.safetensors_weights import SafetensorsWeights
 from engine.models.weight_source import WeightSource
-from engine.native.library import NativeLibrary, can_pack
+from engine.native.library import NativeLibrary
 from engine.native.matrix import DenseMatrix, QuantizedMatrix
+from engine.native.packing import can_pack
 from protocol.errors import ConfigError
 
 Quantization = Literal["auto", "none", "int8", "int4"]

@@ -45,8 +45,8 @@ _PACKERS = (
     "models/safetensors_weights.py",
     "models/weight_file.py",
     "models/weight_source.py",
-    "native/library.py",
     "native/matrix.py",
+    "native/packing.py",
 )
 """Modules of the engine that decide what is in a file, beside `configs.sharding`."""
 _DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "I8": torch.uint8}

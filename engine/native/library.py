@@ -7,7 +7,6 @@ suffixes as in `engine.kernels`; A is the width of a row that holds q, k and v: 
 
 from __future__ import annotations
 
-import ctypes
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,14 +19,11 @@ from configs.facts import KV_SCALE_BYTES
 from configs.profiles import MeasuredProduct
 from engine.kernels.quantized import GROUP
 from engine.native.build import Built, load_alike, load_library
-from engine.native.recording import REPLAY_SIGNATURE, Calls, Recording
+from engine.native.packing import COLUMNS, OUTPUT_MULTIPLE
+from engine.native.recording import Calls, Recording
+from engine.native.signatures import declare, suffix_of
 
 HEAD_DIMS = (64, 128)
-COLUMNS = 64
-"""Outputs that a dense matrix packs together."""
-OUTPUT_MULTIPLE = 16
-"""Outputs that a quantized matrix packs together."""
-
 NO_WINDOW = 1 << 62
 """Tokens that a token sees where there is no sliding window: more than there are."""
 
@@ -41,26 +37,6 @@ def few_tokens(group: int) -> int:
     A key/value head has `group` query heads.
     """
     return max(1, _ROWS_AS_READ // group)
-
-
-_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-SIGNATURES = {
-    "add_rms_norm": (*[_POINTER] * 4, _INT, _INT, _FLOAT, _INT),
-    "rotate_and_store": (*[_POINTER] * 6, *[_INT] * 5),
-    "decode_attention": (*[_POINTER] * 4, _INT, *[_POINTER] * 3, *[_INT] * 6, _FLOAT, _INT),
-    "prefill_attention": (*[_POINTER] * 5, *[_INT] * 7, _FLOAT, _INT),
-    "rotate_and_store_int8": (*[_POINTER] * 6, *[_INT] * 5),
-    "decode_attention_int8": (*[_POINTER] * 4, _INT, *[_POINTER] * 3, *[_INT] * 6, _FLOAT, _INT),
-    "prefill_attention_int8": (*[_POINTER] * 5, *[_INT] * 7, _FLOAT, _INT),
-    "swiglu": (*[_POINTER] * 2, *[_INT] * 3),
-    "quantized_linear": (*[_POINTER] * 3, *[_INT] * 5),
-    "dense_linear": (*[_POINTER] * 3, *[_INT] * 4),
-}
-"""Functions for every type. Those for float32 have `_float32` behind their names."""
-LOOKUP_SIGNATURES = {"quantized_embedding": (*[_POINTER] * 3, *[_INT] * 5), "dense_embedding": (*[_POINTER] * 3, *[_INT] * 4)}
-"""Functions for every type, too, that return whether they could look up what was asked for."""
-LOGITS_SIGNATURES = {"quantized_logits": (*[_POINTER] * 3, *[_INT] * 5), "dense_logits": (*[_POINTER] * 3, *[_INT] * 4)}
-"""Further functions for bfloat16: products with results in float32."""
 
 
 class NativeLibrary:
@@ -94,12 +70,12 @@ class NativeLibrary:
         """The compiled functions. Those whose signatures stand here are declared."""
         self.threads = threads
         """Cores that an operator may use."""
-        self._suffix = "_float32" if dtype == torch.float32 else ""
+        self._suffix = suffix_of(dtype)
         self._preferred: dict[tuple[int, int, int], tuple[Sequence[int], Sequence[Any]]] = {}
         """By bits, inputs and outputs of a product: numbers of rows, rising, and whose functions multiply from each on."""
         self.calls = Calls()
         """Makes the operators' calls: a step's other functions go through it, too, so that a recording has them all."""
-        self._declare(built.functions)
+        declare(built.functions, dtype)
 
     @contextmanager
     def recording(self) -> Iterator[Recording]:
@@ -120,22 +96,12 @@ class NativeLibrary:
         assert all(built.arithmetic == self.arithmetic for built in alike)
         assert all(built.instruction_set.records_by_output == self.records_by_output for built in alike)
         for built in alike:
-            self._declare(built.functions)
+            declare(built.functions, self.dtype)
         by_name = {built.instruction_set.name: built.functions for built in alike}
         for product in measured:
             functions = [by_name.get(choice.library, self.functions) for choice in product.choices]
             rows = [choice.rows for choice in product.choices]
             self._preferred[product.bits, product.inputs, product.outputs] = rows, functions
-
-    def _declare(self, functions: Any) -> None:
-        further = {} if self.dtype == torch.float32 else LOGITS_SIGNATURES
-        for name, arguments in (SIGNATURES | further).items():
-            function = getattr(functions, name + self._suffix)
-            function.argtypes, function.restype = arguments, None
-        for name, arguments in LOOKUP_SIGNATURES.items():
-            function = getattr(functions, name + self._suffix)
-            function.argtypes, function.restype = arguments, ctypes.c_bool
-        functions.replay.argtypes, functions.replay.restype = REPLAY_SIGNATURE, None
 
     def add_rms_norm(self, x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float, out_TD: Tensor) -> None:
         """Add `delta_TD` to the float32 `x_TD` in place; write the sum, over its root mean square, times the weight."""
@@ -332,63 +298,6 @@ class NativeLibrary:
         starts, functions = preferred
         function: Callable[..., None] = getattr(functions[max(0, bisect_right(starts, rows) - 1)], name + self._suffix)
         return function
-
-
-def pack_dense(weight_OI: Tensor) -> Tensor:
-    """A matrix as products.cpp reads it: bfloat16 as [O / 64, I / 2, 64, 2], float32 as [O / 16, I, 16]. O divides by 64."""
-    outputs, inputs = weight_OI.shape
-    if weight_OI.dtype == torch.float32:
-        return weight_OI.view(outputs // OUTPUT_MULTIPLE, OUTPUT_MULTIPLE, inputs).transpose(1, 2).contiguous()
-    return weight_OI.view(outputs // COLUMNS, COLUMNS, inputs // 2, 2).transpose(1, 2).contiguous()
-
-
-def can_pack(values_OI: Tensor) -> bool:
-    """Whether a matrix can be packed: whether its outputs and inputs divide into whole records."""
-    outputs, inputs = values_OI.shape
-    return outputs % OUTPUT_MULTIPLE == 0 and inputs % GROUP == 0
-
-
-def pack_quantized(values_OI: Tensor, scales_OG: Tensor, minimums_OG: Tensor, bits: int, *, records_by_output: bool) -> Tensor:
-    """The records that products.cpp reads, [O / 16, I / 32, bytes], in either of two orders, which a record.h describes each.
-
-    Values: 0 to 15, or int8; scales and minimums: float16.
-    """
-    blocks, groups = len(values_OI) // OUTPUT_MULTIPLE, scales_OG.shape[1]
-    grouped = values_OI.view(torch.uint8).view(blocks, OUTPUT_MULTIPLE, groups, GROUP).transpose(1, 2)
-    values = (_by_output if records_by_output else _by_pair)(grouped, bits).reshape(blocks, groups, -1)
-    numbers = (
-        each.view(blocks, OUTPUT_MULTIPLE, groups).transpose(1, 2).contiguous().view(torch.uint8)
-        for each in (scales_OG, minimums_OG)
-    )
-    return torch.cat((*numbers, values), dim=-1)
-
-
-def _by_pair(values_BGOI: Tensor, bits: int) -> Tensor:
-    """Return all records' values in the order of scalar/record.h, by pairs of inputs: uint8 [B, G, words, O, 4].
-
-    B is blocks of O = 16 outputs, G groups of I = 32 inputs.
-    """
-    per_word = 16 // bits
-    pairs = values_BGOI.unflatten(3, (-1, per_word, 2)).permute(0, 1, 3, 4, 2, 5)
-    return _words(pairs.to(torch.int16).unbind(3), bits)
-
-
-def _by_output(values_BGOI: Tensor, bits: int) -> Tensor:
-    """Return all records' values in the order of amx/record.h, by outputs: uint8 [B, G, O, I].
-
-    In four bits it is [B, G, O / 4, 2 I]. B is blocks of O = 16 outputs, G groups of I = 32 inputs.
-    """
-    if bits == 8:
-        return values_BGOI.contiguous()
-    return _words(values_BGOI.to(torch.int16).unflatten(2, (-1, 4)).unbind(3), bits)
-
-
-def _words(parts: Sequence[Tensor], bits: int) -> Tensor:
-    """The bytes of words that have a value of each of the parts, that of the first one lowest."""
-    words = parts[0]
-    for place, part in enumerate(parts[1:], start=1):
-        words = words | part << (bits * place)
-    return words.contiguous().view(torch.uint8)
 
 
 def _check_records(records: Tensor, outputs: int, inputs: int, bits: int) -> None:

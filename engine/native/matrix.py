@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels.quantized import GROUP, QuantizedWeight
-from engine.native.library import COLUMNS, OUTPUT_MULTIPLE, NativeLibrary, can_pack, pack_dense, pack_quantized
+from engine.native.library import NativeLibrary
+from engine.native.packing import COLUMNS, OUTPUT_MULTIPLE, can_pack, pack_dense, pack_quantized
 
 
 class Matrix(Protocol):

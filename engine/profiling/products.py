@@ -13,7 +13,8 @@ from configs.facts import ModelFacts, WeightFormat
 from configs.model_files.gguf_file import read_gguf_index
 from engine.kernels.quantized import GROUP
 from engine.models.parameters import Parameter, layer_parameters, model_parameters
-from engine.native.library import COLUMNS, OUTPUT_MULTIPLE, NativeLibrary
+from engine.native.library import NativeLibrary
+from engine.native.packing import COLUMNS, OUTPUT_MULTIPLE
 
 HEAD = "head"
 _STORED_BITS = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}

@@ -31,8 +31,9 @@ from engine.models.weights import load_weights
 from engine.native import build
 from engine.native.files import FORCED
 from engine.native.instruction_sets import INSTRUCTION_SETS, InstructionSet, find_compiler
-from engine.native.library import SIGNATURES, NativeLibrary
+from engine.native.library import NativeLibrary
 from engine.native.matrix import DenseMatrix, QuantizedMatrix
+from engine.native.signatures import SIGNATURES
 from protocol.errors import ConfigError
 from protocol.sampling import SamplingParams
 from tests.tiny_models import tiny_facts

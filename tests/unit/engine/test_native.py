@@ -19,8 +19,9 @@ from engine.kernels.rope import inverse_frequencies
 from engine.memory.kv_pool import KVPool
 from engine.models.packing import LoadedMatrix, WeightFormat
 from engine.native import build
-from engine.native.library import NativeLibrary, pack_quantized
+from engine.native.library import NativeLibrary
 from engine.native.matrix import DenseMatrix, QuantizedMatrix
+from engine.native.packing import pack_quantized
 from engine.operators.native_step import NativeStep
 from engine.operators.torch_step import TorchStep
 from protocol.sampling import SamplingParams

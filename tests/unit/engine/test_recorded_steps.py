@@ -17,7 +17,8 @@ from engine.model_runner import ModelRunner
 from engine.models.decoder import Decoder
 from engine.models.packing import Quantization, WeightFormat
 from engine.models.weights import load_weights
-from engine.native.library import LOGITS_SIGNATURES, SIGNATURES, NativeLibrary
+from engine.native.library import NativeLibrary
+from engine.native.signatures import LOGITS_SIGNATURES, SIGNATURES
 from engine.operators import recorded_steps, step_factory
 from engine.operators.recorded_steps import MAX_ROWS, RecordedDecoder, can_record
 from engine.ranks.tensor_parallel import ALONE
