@@ -185,7 +185,7 @@ def mooncake_rows(path: Path) -> list[TraceRow]:
 
 
 def conversations(path: Path) -> list[tuple[str, str]]:
-    """Read the first question and its answer of each of ShareGPT's conversations that has both.
+    """Read the first question and its answer of each of ShareGPT's conversations that has both, as text that can be sent.
 
     Raises InvalidRequestError if the file can't be read, or holds something else.
     """
@@ -215,7 +215,16 @@ def _first_turns(entry: Mapping[str, Any]) -> tuple[str, str] | None:
     if len(turns) < 2:
         return None
     question, answer = str(turns[0]["value"]), str(turns[1]["value"])
-    return (question, answer) if question.strip() and answer.strip() else None
+    return (question, answer) if all(each.strip() and _is_unicode(each) for each in (question, answer)) else None
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether it has no half of a surrogate pair, such as JSON's escapes can write: no server takes that."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _passage(units: Sequence[Unit], start: int, num: int) -> list[Unit]:

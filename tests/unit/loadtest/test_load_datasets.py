@@ -155,7 +155,8 @@ def test_mooncake_files(tmp_path: Path) -> None:
 def test_sharegpt_files(tmp_path: Path) -> None:
     path = tmp_path / "chats.json"
     turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}]
-    path.write_text(json.dumps([{"conversations": turns}, {"conversations": turns[:1]}]))
+    half = [{"from": "human", "value": "\ud83d"}, turns[1]]
+    path.write_text(json.dumps([{"conversations": each} for each in (turns, turns[:1], half)]))
     assert conversations(path) == [("Hi", "Hello.")]
     for text in ("{", "[" * 100_000, "[1]", "[]", '[{"conversations": []}]', '{"a": 1}'):
         path.write_text(text)
