@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from pydantic import TypeAdapter
-from ray.exceptions import RpcError
+from ray.exceptions import RayError
 from ray.experimental import internal_kv
 
 from autoscaler.scaler import ScalerRecord
@@ -86,7 +86,7 @@ def _away() -> Iterator[None]:
     """Raises UnavailableError for a GCS that does not answer."""
     try:
         yield
-    except RpcError as error:
+    except RayError as error:
         raise UnavailableError(f"the GCS does not answer: {error}") from None
 
 

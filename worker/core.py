@@ -36,7 +36,8 @@ from protocol.audit import Audit, Books, PinRow
 from protocol.cache.fetch import Fetch
 from protocol.cache.news import CacheAsk
 from protocol.cache.reset import CacheReset
-from protocol.endpoint import Endpoint, Handler
+from protocol.endpoint import Endpoint, Handler, Listening
+from protocol.errors import WorkerLostError
 from protocol.gang import STEP_LEASES
 from protocol.messages.handoff import PairOpen, PushAnnounce, PushCommit, TransferAbort
 from protocol.messages.load import NOTHING_BROUGHT, LoadReport
@@ -217,7 +218,7 @@ class WorkerCore:
         )
 
     async def run(self) -> None:
-        """Serve until cancelled. Raises WorkerLostError when another rank of this worker is lost."""
+        """Serve until cancelled. Raises WorkerLostError when another rank of this worker is lost, or a step does not end."""
         handlers = self._handlers()
         for role in self._roles:
             handlers.update(role.handlers())
@@ -291,8 +292,14 @@ class WorkerCore:
             role.peer_lost(peer)
 
     async def _beat(self) -> None:
+        """A step that takes longer than routers wait for one never ends: a worker that can't compute makes room for another."""
+        limits = self.config.limits
+        listening, step_s = Listening(limits.lease_s), STEP_LEASES * limits.lease_s
         while True:
-            await asyncio.sleep(self.config.limits.heartbeat_s)
+            await asyncio.sleep(limits.heartbeat_s)
+            listening.look()
+            if listening.silent_s(time.monotonic() - self.engine.step_age_s) > step_s:
+                raise WorkerLostError(f"it was stuck in a step for {step_s:g} s")
             for role in self._roles:
                 role.beat()
             self.peers.retire_broken()

@@ -67,26 +67,27 @@ def watch_certificate(files: CertificateFiles, target: Path, admin_socket: Path)
     """Give HAProxy the certificate once, and anew whenever its files have changed. Never returns.
 
     `target` is the file that HAProxy has read it from. The two others may have changed since it was written, while nobody
-    watched. What goes wrong is said on standard error. Files that are no pair are read again when they change again, and
-    HAProxy is told again until it has answered.
+    watched. The files are read again until they are a pair that could be written, and HAProxy is told again until it has
+    answered. What goes wrong is said on standard error, once for each problem.
     """
     seen: list[tuple[int, int, int, int]] | None = None
-    told = True
+    told, problem = True, ""
     while True:
         time.sleep(_LOOK_S)  # the files may be links into a folder that is replaced: nothing to be told of by the kernel
         now = _state(files)
         try:
             if now != seen:
-                seen = now
                 write_pair(files, target)
-                told = False
+                seen, told = now, False
             if not told:
                 _tell(admin_socket, f"set ssl cert {target} <<\n{target.read_text()}\n")
                 said = _tell(admin_socket, f"commit ssl cert {target}\n")
-                told = True
+                told, problem = True, ""
                 _log(f"HAProxy about the new certificate: {' '.join(said.split())}")
         except (CertificateError, OSError) as error:
-            _log(f"the certificate stays as it was: {error}")
+            if str(error) != problem:
+                problem = str(error)
+                _log(f"the certificate stays as it was: {problem}")
 
 
 def _lines(path: str) -> list[str]:

@@ -136,7 +136,11 @@ class RayLauncher:
         self._epochs.pop(worker_id, None)
         group = self._groups.pop(worker_id, None)
         if group is not None:
-            await asyncio.to_thread(remove_placement_group, group)
+            try:
+                await asyncio.to_thread(remove_placement_group, group)
+            except BaseException:
+                self._groups.setdefault(worker_id, group)  # still ours: the next call removes it, or the next life has it
+                raise
 
     async def room(self, *, grows: bool = True) -> Room:
         """Return what the nodes have for workers; with `grows`, those that may be added for them, too."""

@@ -57,11 +57,17 @@ class Copies:
             return
         async with asyncio.TaskGroup() as tasks:
             while True:
-                if len(self._roster.ready(Role.DECODE)) > 1:
-                    for source, due in self._due(every).items():
-                        self._busy.add(source)
-                        tasks.create_task(self._copy_all(source, due, tasks))
+                try:
+                    self._begin_due(every, tasks)
+                except Exception:
+                    log.exception("looking for streams to copy failed")
                 await asyncio.sleep(_LOOK_S)
+
+    def _begin_due(self, every: int, tasks: asyncio.TaskGroup) -> None:
+        if len(self._roster.ready(Role.DECODE)) > 1:
+            for source, due in self._due(every).items():
+                self._busy.add(source)
+                tasks.create_task(self._copy_all(source, due, tasks))
 
     def place(self, running: Running) -> WorkerLink | None:
         """The worker that has the stream's latest copy, if it is up and does not decode the stream by now."""

@@ -91,13 +91,21 @@ class Migrator:
         loop = asyncio.get_running_loop()
         while True:
             seen = self._roster.changes
-            await self._empty_draining()
-            known, self._num_known = self._num_known, self._roster.num_known(Role.DECODE)
-            if loop.time() >= self._balance_at or self._num_known > known:
-                self._balance_at = loop.time() + _LOOK_S
-                self._balance()
+            try:
+                await self._look()
+            except Exception:
+                log.exception("looking for streams to move failed")
+                await asyncio.sleep(_LOOK_S)
             with contextlib.suppress(TimeoutError):
                 await self._roster.next_change(seen, loop.time() + _LOOK_S)
+
+    async def _look(self) -> None:
+        await self._empty_draining()
+        known, self._num_known = self._num_known, self._roster.num_known(Role.DECODE)
+        now = asyncio.get_running_loop().time()
+        if now >= self._balance_at or self._num_known > known:
+            self._balance_at = now + _LOOK_S
+            self._balance()
 
     async def _empty_draining(self) -> None:
         leaving = set(self._roster.to_empty())

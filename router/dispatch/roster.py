@@ -213,7 +213,6 @@ class Roster:
 
     def update(self, view: ClusterView) -> None:
         """Take over the controller's view: open links to new workers, and close those to ended lives."""
-        self.view = view
         if view.stopping:
             self.stopping.set()
         else:
@@ -239,6 +238,7 @@ class Roster:
             if info.ref is not None and info.ref.life not in self._entries:
                 self._open(info.ref, info)
         self._fleets = {each: fleet for each, fleet in self._fleets.items() if not fleet.is_empty}
+        self.view = view
         self.note_change()
 
     def _open(self, ref: WorkerRef, info: WorkerInfo) -> None:
@@ -290,7 +290,10 @@ class Roster:
                 log.log(level, "no link: %s", error.message, extra=fields(worker=ref.worker_id, epoch=ref.epoch))
             else:
                 pause_s, entry.problem = _FIRST_PAUSE_S, None
-                await self._hold(entry, client)
+                try:
+                    await self._hold(entry, client)
+                except Exception:
+                    log.exception("a link failed", extra=fields(worker=ref.worker_id, epoch=ref.epoch))
             if not entry.retired:
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -327,14 +330,14 @@ class Roster:
             try:
                 async with asyncio.timeout(_WATCH_DEADLINE_S):
                     view = await self._controller.watch(self.view.version)
+                if view.version != self.view.version:
+                    self.update(view)
             except Exception as error:  # noqa: BLE001 (whatever ails the controller, serving goes on without it)
                 log.warning("the controller is away: %s: %s", type(error).__name__, error)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-                continue
-            pause_s = _FIRST_PAUSE_S
-            if view.version != self.view.version:
-                self.update(view)
+            else:
+                pause_s = _FIRST_PAUSE_S
 
     def _ready_of(self, role: Role, worker_id: str) -> WorkerLink | None:
         found = (fleet.of(role).links.get(worker_id) for fleet in self._fleets.values())

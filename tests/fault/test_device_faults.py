@@ -1,9 +1,11 @@
-"""GPUs fail while they compute: their worker ends, and every client gets the tokens of a run without faults."""
+"""GPUs fail or hang while they compute: their worker ends, and every client gets the tokens of a run without faults."""
 
 from __future__ import annotations
 
 import asyncio
 import random
+import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,11 +16,15 @@ from configs.facts import ModelFacts
 from decode_workers.worker import DecodeWorker
 from engine.batch import Chunk
 from prefill_workers.worker import PrefillWorker
+from protocol.errors import WorkerLostError
+from protocol.gang import STEP_LEASES
 from protocol.messages.workers import Role
 from tests.fault.many_decodes import ManyDecodes, Said, run_many_decodes, varied
 from tests.fault.scenarios import Factory, greedy, prompt_of, run
+from tests.fault.two_workers import CONFIG, with_lease
 
 FAULTS = [torch.OutOfMemoryError("CUDA out of memory"), torch.AcceleratorError("CUDA error: an illegal memory access")]
+SHORT_S = 0.5
 of_every_kind = pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: type(fault).__name__)
 
 
@@ -58,6 +64,33 @@ def test_a_fault_of_the_device_ends_its_worker(two_workers: Factory, role: str, 
             await workers.bury(Role(role))
 
     run(scenario())
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_step_that_never_ends_ends_its_worker(two_workers: Factory, role: str) -> None:
+    """Routers send it nothing by then, and nobody else would ever take its place."""
+    released = threading.Event()
+
+    async def scenario() -> None:
+        async with two_workers(with_lease(CONFIG, SHORT_S)) as workers:
+            router = await workers.router()
+            assert len(await router.generate(prompt_of(20), greedy(4))) == 4
+            runner: Any = getattr(workers, role).core.rank.runner
+            runner.execute = lambda *_: released.wait()
+            answering = asyncio.create_task(router.generate(prompt_of(20, 1), greedy(4)))
+            began = time.monotonic()
+            with pytest.raises(ExceptionGroup) as ended:
+                await asyncio.wait_for(workers.tasks[role], 30)
+            assert ended.group_contains(WorkerLostError, match="stuck in a step")
+            assert time.monotonic() - began > STEP_LEASES * SHORT_S
+            answering.cancel()
+            await asyncio.wait((answering,))
+            await workers.bury(Role(role))
+
+    try:
+        run(scenario())
+    finally:
+        released.set()
 
 
 WANTED = [(prompt_of(30 + 17 * n, n), varied(random.Random(n), 60)) for n in range(4)]

@@ -16,6 +16,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from router.access.usage.budgets import MonthlyBudgets
@@ -33,6 +34,7 @@ _PAUSE_S = 0.25
 _QUIET_S = 2.0
 """Seconds after which the sums of the month are asked for, though nothing has ended here."""
 _ANSWER_S = 10.0
+"""Seconds after which it is said that the owner is slow. The call goes on, and no other one begins."""
 _CLOSE_S = 5.0
 _COMPLAIN_S = 10.0
 """Seconds between two lines of the log about the same trouble."""
@@ -48,6 +50,14 @@ class UsageStore(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class _Append:
+    """A call under way."""
+
+    events: Sequence[UsageEvent]
+    call: asyncio.Future[MonthUse]
+
+
 class UsageQueue:
     """Events that wait to be written. `start` and `close` in the loop that serves the requests."""
 
@@ -57,6 +67,7 @@ class UsageQueue:
         self._metrics = metrics
         self._events: deque[UsageEvent] = deque()
         self._news = asyncio.Event()
+        self._append: _Append | None = None
         self._writing: asyncio.Task[None] | None = None
         self._closed = False
         """Nobody writes any more."""
@@ -84,6 +95,8 @@ class UsageQueue:
     def _give_up(self) -> None:
         """Count what still waits as lost, though its owner may have written some of it. So is what ends from now on."""
         self._closed = True
+        if self._append is not None:
+            self._append.call.cancel()
         if self._events:
             log.error("%d events of the usage log are lost: its owner did not answer", len(self._events))
         self._metrics.usage_events_lost.inc(len(self._events))
@@ -122,19 +135,26 @@ class UsageQueue:
             await asyncio.sleep(_PAUSE_S)
 
     async def _write_once(self, answer_s: float) -> bool:
-        """Write the oldest events. Returns whether they are written."""
-        events = [self._events[index] for index in range(min(len(self._events), _AT_ONCE))]
-        try:
-            async with asyncio.timeout(answer_s):
-                told = await self._store.append(events, self._budgets.known)
-        except Exception as error:  # noqa: BLE001 (whatever ails the owner of the log, serving goes on without it)
+        """Write the oldest events, or wait once more for the call that does. Returns whether they are written."""
+        append = self._append = self._append or self._begun()
+        await asyncio.wait((append.call,), timeout=answer_s)
+        if not append.call.done():
+            self._complain("%d events wait for the usage log: it is slow", len(self._events))
+            return False
+        self._append = None
+        error = append.call.exception()
+        if error is not None:  # whatever ails the owner of the log, serving goes on without it
             self._complain("%d events wait for the usage log: %s", len(self._events), str(error) or type(error).__name__)
             return False
-        for _ in events:
+        for _ in append.events:
             self._events.popleft()
         self._metrics.usage_events_waiting.set(len(self._events))
-        self._budgets.acknowledged(events, told)
+        self._budgets.acknowledged(append.events, append.call.result())
         return True
+
+    def _begun(self) -> _Append:
+        events = [self._events[index] for index in range(min(len(self._events), _AT_ONCE))]
+        return _Append(events, asyncio.ensure_future(self._store.append(events, self._budgets.known)))
 
     def _complain(self, text: str, *values: object) -> None:
         now = time.monotonic()

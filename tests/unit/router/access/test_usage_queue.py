@@ -62,3 +62,37 @@ def test_what_ends_after_the_queue_is_counted_as_lost() -> None:
         assert (len(queue), lost(metrics)) == (0, 1)
 
     asyncio.run(main())
+
+
+def test_an_owner_that_is_slow_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may hang in a write, and would hold a copy of the events for every further call."""
+    monkeypatch.setattr(usage_queue, "_PAUSE_S", 0.001)
+    monkeypatch.setattr(usage_queue, "_ANSWER_S", 0.01)
+
+    class Slow(Restarting):
+        def __init__(self) -> None:
+            super().__init__(0)
+            self.goes_on, self.num_asked = asyncio.Event(), 0
+
+        async def append(self, events: Sequence[UsageEvent], known: tuple[str, int] | None) -> MonthUse:
+            self.num_asked += bool(events)
+            await self.goes_on.wait()
+            return await super().append(events, known)
+
+    async def main() -> None:
+        store, metrics = Slow(), Metrics("m", ClusterSample)
+        queue = UsageQueue(store, MonthlyBudgets(), metrics)
+        store.goes_on.set()
+        queue.start()
+        await asyncio.sleep(0.005)  # it asks what the month has used so far
+        store.goes_on.clear()
+        queue.put(event(1))
+        await asyncio.sleep(0.2)
+        queue.put(event(2))
+        await asyncio.sleep(0.2)
+        assert (store.num_asked, store.written) == (1, [])
+        store.goes_on.set()
+        await queue.close()
+        assert (store.written, lost(metrics)) == ([event(1), event(2)], 0)
+
+    asyncio.run(main())

@@ -152,3 +152,27 @@ def test_a_stream_that_can_not_be_moved_is_tried_more_and_more_rarely(
         assert (running.failures, running.retry_at) == (failures + 1, pause_s)
 
     run_in_simulated_time(scenario())
+
+
+def test_a_look_that_fails_is_not_the_last(caplog: pytest.LogCaptureFixture) -> None:
+    looks: list[float] = []
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+
+        def to_empty() -> list[WorkerLink]:
+            looks.append(loop.time())
+            raise KeyError("a bug")
+
+        async def next_change(seen: int, deadline: float) -> None:
+            await asyncio.sleep(deadline - loop.time())
+
+        roster = _any(changes=0, to_empty=to_empty, next_change=next_change, ready=lambda role: ())
+        migrator = Migrator(ClusterConfig(), roster, _any())
+        migrator.start()
+        await asyncio.sleep(9)
+        await migrator.close()
+
+    run_in_simulated_time(scenario())
+    assert 3 <= len(looks) <= 10, "again and again, with a pause"
+    assert "a bug" in caplog.text
