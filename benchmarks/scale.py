@@ -25,7 +25,7 @@ from pydantic import TypeAdapter
 from benchmarks.lib.environment import write_result
 from cluster.launcher import Process, Started
 from cluster.records import ClusterRecord
-from cluster.supervisor import Supervisor
+from cluster.supervision.supervisor import Supervisor
 from configs.loader import load_config
 from configs.schema import ClusterConfig
 from protocol.messages.workers import Duty, Role, WorkerLife, WorkerRef

@@ -4,7 +4,7 @@ One per Ray cluster, detached, without resources of its own, so that it outlives
 or takes up one that it finds (cluster.launch). Routers watch it. `tandem stop` and the end of `tandem serve` close it: its
 workers end with it, and it ends last.
 
-If its process dies, Ray starts it again, with the same handle, and it takes up its workers (cluster.supervisor). Who waits in
+If its process dies, Ray starts it again, with the same handle, and it takes up its workers (cluster.supervision). Who waits in
 `settle` or `watch` then waits for the next one; what is ordered meanwhile fails. One that can't be made ends its process, so
 that Ray tries once more.
 """
@@ -30,10 +30,11 @@ from cluster.ray.front import counts_folder, front_of
 from cluster.ray.launcher import RayLauncher
 from cluster.ray.paced.launcher import PacedLauncher
 from cluster.records import pool_records, scaler_records
-from cluster.rollout.driver import Rollouts, Surroundings
+from cluster.rollout.driver import Rollouts
+from cluster.rollout.room import RolloutRoom
 from cluster.router_replicas import RouterReplicas
 from cluster.sizer import PoolSizer, known_step_times
-from cluster.supervisor import Supervisor
+from cluster.supervision.supervisor import Supervisor
 from configs.models import all_here, resolve_for
 from configs.schema import ClusterConfig
 from protocol.cluster_view import SCALED_BY_HAND, ClusterView, RolloutObservation, RolloutOrder, RouterObservation
@@ -77,8 +78,8 @@ class Controller:
             self._nodes.start()
         if (changed := self._supervisor.pools.config) is not config:
             await self._expect_changed(changed)
-        around = Surroundings(partial(self._launcher.room, grows=False), self._expect, self._launcher.memory)
-        self._rollouts = Rollouts(self._supervisor, around, self._heed_rollout)
+        room = RolloutRoom(partial(self._launcher.room, grows=False), self._expect, self._launcher.memory)
+        self._rollouts = Rollouts(self._supervisor, room, self._heed_rollout)
         self._sizer: PoolSizer | None = None
         if config.autoscale.wanted:
             times = await asyncio.to_thread(known_step_times, config)
@@ -157,7 +158,7 @@ class Controller:
         """
         revision = self._rollouts.begin(order)
         await self._heed_rollout()
-        await self._supervisor.saved()
+        await self._supervisor.recorder.saved()
         return revision
 
     async def abort_rollout(self) -> int:
@@ -169,7 +170,7 @@ class Controller:
 
     async def observe_rollout(self, seen: RolloutObservation) -> None:
         """Take what a router sees of a rollout."""
-        self._rollouts.observe(seen)
+        self._rollouts.watch.observe(seen)
 
     async def _heed_rollout(self) -> None:
         if self._sizer is not None:
@@ -190,7 +191,7 @@ class Controller:
 
     async def _saved(self, pause: str | None) -> None:
         """Returns when an order is recorded, or after some seconds. `pause`: why the autoscaler leaves workers to operators."""
-        saved = asyncio.create_task(self._supervisor.saved())  # beside the other record, for an answer in time
+        saved = asyncio.create_task(self._supervisor.recorder.saved())  # beside the other record, for an answer in time
         if self._sizer is not None and pause is not None:
             await self._sizer.pause(f"{pause}; `tandem autoscale resume` goes on")
         await saved

@@ -20,7 +20,7 @@ from autoscaler.limits import Sizes
 from autoscaler.scaler import Autoscaler, Present, ScalerRecord, fitted
 from cluster.ray.placement import Room
 from cluster.records import RecordStore
-from cluster.supervisor import Supervisor
+from cluster.supervision.supervisor import Supervisor
 from configs.schema import ClusterConfig
 from configs.step_times import StepTimes
 from protocol.cluster_view import AutoscalerState, RouterObservation, SizeDecision
@@ -140,7 +140,7 @@ class PoolSizer:
 
     def _present(self) -> Present:
         pools = self._supervisor.pools
-        return Present(pools.wanted(), pools.ready(), self._supervisor.start_s, pools.both_likely)
+        return Present(pools.wanted(), pools.ready(), self._supervisor.lives.start_s, pools.both_likely)
 
     def _wakes(self) -> SizeDecision | None:
         """A decision if a request waits for a role that sleeps.

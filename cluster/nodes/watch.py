@@ -18,7 +18,7 @@ from typing import Protocol
 from cluster.nodes.gcs import DrainedNode
 from cluster.nodes.leaving import Leaving
 from cluster.ray.placement import Room
-from cluster.supervisor import Supervisor
+from cluster.supervision.supervisor import Supervisor
 from protocol.errors import UnavailableError
 from protocol.messages.workers import WorkerLife
 

@@ -15,20 +15,19 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from cluster.memory import WorkerMemory
 from cluster.pools.revisions import Numbers
-from cluster.ray.placement import Room
-from cluster.rollout.change import changed_config, check_models, larger
-from cluster.rollout.judge import Outcome, Verdict, failing, figures_of, judge, together
+from cluster.rollout.change import changed_config
+from cluster.rollout.judge import Outcome, Verdict, WorseError, failing, figures_of, judge
+from cluster.rollout.room import Memory, RolloutRoom, has_room, holds
 from cluster.rollout.steps import Sizes, first_sizes, is_replaced, next_sizes, sizes_back
-from cluster.supervisor import Supervisor, report_bug
-from configs.schema import ClusterConfig
-from protocol.cluster_view import RevisionCounts, RolloutObservation, RolloutOrder, RolloutPhase, RolloutState
-from protocol.errors import InvalidRequestError, TandemError
+from cluster.rollout.watch import RolloutWatch
+from cluster.supervision.supervisor import Supervisor, report_bug
+from protocol.cluster_view import RevisionCounts, RolloutOrder, RolloutPhase, RolloutState
+from protocol.errors import InvalidRequestError
 from protocol.messages.workers import Role
 
 log = logging.getLogger(__name__)
@@ -39,50 +38,22 @@ MOST_ENDED = 2
 """Lives of new workers whose end ends the canary, or the replacing. One may be an accident."""
 _NOTE_S = 2.0
 """Seconds between two views with new figures: each goes to all routers."""
-_ROOM_S = 10.0
-_CHECK_S = 3600.0
-"""Longest time that reading, perhaps fetching, the new model may take."""
 _AGAIN_S = 10.0
 """Seconds before the way to the end is tried again where something unforeseen has failed on it."""
-_MOST_ROUTERS = 1024
-
-Memory = Mapping[Role, WorkerMemory]
-
-
-class _WorseError(Exception):
-    """The rollout is to be rolled back, for the reason in the message."""
-
-
-@dataclass(frozen=True)
-class Surroundings:
-    """What a rollout needs beside the supervisor: room on the nodes, and memory of workers."""
-
-    room: Callable[[], Awaitable[Room]]
-    """Finds out what the nodes have now, not what may be added: a rollout takes what is there."""
-    expect: Callable[[Memory], None]
-    """Has `room` count with this much for a worker of each role from now on."""
-    memory: Memory
-    """What a worker of each role takes before the rollout."""
-    check: Callable[[ClusterConfig, ClusterConfig], Memory] = check_models
-    """Reads the models of both configurations. Called in a thread."""
 
 
 class Rollouts:
     """The rollouts of one supervisor. Call `resume` once at the start, and `close` at the end."""
 
-    def __init__(self, supervisor: Supervisor, around: Surroundings, on_over: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, supervisor: Supervisor, room: RolloutRoom, on_over: Callable[[], Awaitable[None]]) -> None:
         """`on_over` is awaited at the end of each rollout."""
         self._supervisor = supervisor
-        self._around = around
-        self._memory = around.memory
+        self._room = room
         self._on_over = on_over
         self._task: asyncio.Task[None] | None = None
-        self._aborted = asyncio.Event()
-        self._seen: dict[str, RolloutObservation] = {}
-        """The latest of each router."""
+        self.watch = RolloutWatch(supervisor)
+        """The watch over the latest rollout."""
         self._noted_at = 0.0
-        self._lacking: dict[Role, float] = {}
-        """Since when a role has no new worker that is ready, or lacks one."""
 
     @property
     def runs(self) -> bool:
@@ -113,8 +84,7 @@ class Rollouts:
             raise InvalidRequestError(f"nothing can be rolled out while {problem}", param="config")
         revision = pools.latest + 1
         state = RolloutState(revision, RolloutPhase.STARTING, 0.0, changes, targets, "its first workers start")
-        self._seen, self._lacking = {}, {}
-        self._aborted.clear()
+        self.watch = RolloutWatch(self._supervisor)
         self._supervisor.arrange(lambda pools: pools.begin_revision(config), state)
         log.info("rolling out revision %d: %s", revision, ", ".join(changes))
         self._go(self._run(order))
@@ -127,16 +97,8 @@ class Rollouts:
             raise InvalidRequestError("no rollout is under way", param="action")
         if self._state.phase is RolloutPhase.REPLACING and not self._may_go_back:
             raise InvalidRequestError("no former worker is left to go back to: wait for its end", param="action")
-        self._aborted.set()
+        self.watch.aborted.set()
         return self._state.revision
-
-    def observe(self, seen: RolloutObservation) -> None:
-        """Take what a router tells. What is about another rollout is dropped."""
-        state = self._supervisor.rollout
-        if state is None or seen.revision != state.revision:
-            return
-        if seen.router_id in self._seen or len(self._seen) < _MOST_ROUTERS:
-            self._seen[seen.router_id] = seen
 
     def resume(self) -> None:
         """Go on with what a former controller has left half done."""
@@ -160,7 +122,7 @@ class Rollouts:
             await self._canary(order)
             await self._replace()
             await self._taken(memory)
-        except _WorseError as worse:
+        except WorseError as worse:
             await self._to_the_end(str(worse))
         except Exception as error:
             log.exception("the rollout failed")
@@ -174,7 +136,7 @@ class Rollouts:
         while self.runs:
             try:
                 if self._state.phase is RolloutPhase.REPLACING and not self._may_go_back:
-                    memory = await self._known_memory()
+                    memory = await self._room.prepare_again(self._supervisor.pools, self.watch)
                     await self._replace()
                     await self._taken(memory)
                 else:
@@ -186,15 +148,14 @@ class Rollouts:
     async def _start(self, order: RolloutOrder) -> Memory:
         """Start the first workers of the new revision, in the place of former ones where there is no room beside them."""
         targets = self._state.targets
-        memory = await self._checked()
-        self._around.expect(larger(self._memory, memory))
-        room = await self._find_room()
-        self._check_memory(room, memory)
+        memory = await self._room.prepare(self._supervisor.pools, self.watch)
+        room = await self._room.find()
+        self._room.check_all(room, memory, targets)
         present = {role: each.present for role, each in self._supervisor.pools.numbers()[0].items()}
         try:
             former, new = first_sizes(targets, present, order.canary, room.check)
         except InvalidRequestError as error:
-            raise _WorseError(f"there is no room for a new worker beside the others: {error.message}") from None
+            raise WorseError(f"there is no room for a new worker beside the others: {error.message}") from None
         self._size(former, dict.fromkeys(new, 0))
         await self._until(lambda now, _: all(each.present <= each.wanted for each in now.values()))
         self._size(former, new)
@@ -204,46 +165,7 @@ class Rollouts:
             async with asyncio.timeout(longest_s):
                 await self._until(lambda _, now: all(each.ready == new[role] for role, each in now.items()))
         except TimeoutError:
-            raise _WorseError(f"not all new workers were ready within {longest_s:g} s") from None
-        return memory
-
-    def _check_memory(self, room: Room, memory: Memory) -> None:
-        """Raise _WorseError if all workers fit as they are, and not with what new ones take. Without some node neither may."""
-        targets = self._state.targets
-        if not _holds(room.with_memory(self._memory), targets):
-            return
-        try:
-            room.with_memory(memory).check(targets, list(targets))
-        except InvalidRequestError as error:
-            raise _WorseError(f"there is no room for all workers with the new configuration: {error.message}") from None
-
-    async def _checked(self) -> Memory:
-        """What a worker of each role takes with the new configuration, unless an operator ends the rollout meanwhile."""
-        pools = self._supervisor.pools
-        assert pools.new_config is not None, "the rollout has begun"
-        checking = asyncio.ensure_future(asyncio.to_thread(self._around.check, pools.config, pools.new_config))
-        ended = asyncio.ensure_future(self._aborted.wait())
-        try:
-            await asyncio.wait((checking, ended), timeout=_CHECK_S, return_when=asyncio.FIRST_COMPLETED)
-            self._check_aborted()
-            if not checking.done():
-                raise _WorseError(f"its model was not read within {_CHECK_S:g} s")
-            return checking.result()
-        except TandemError as error:
-            raise _WorseError(error.message) from None
-        finally:
-            for each in (checking, ended):
-                each.cancel()
-            await asyncio.gather(checking, ended, return_exceptions=True)
-
-    async def _known_memory(self) -> Memory | None:
-        """The same for a rollout that a former controller has all but ended; None if nobody can tell."""
-        try:
-            memory = await self._checked()
-        except Exception as problem:  # noqa: BLE001 (whatever ails the files: the workers have read them already)
-            log.warning("nobody knows what the new workers take: %r", problem)
-            return None
-        self._around.expect(larger(self._memory, memory))
+            raise WorseError(f"not all new workers were ready within {longest_s:g} s") from None
         return memory
 
     async def _canary(self, order: RolloutOrder) -> None:
@@ -252,16 +174,16 @@ class Rollouts:
         self._show(replace(self._state, phase=RolloutPhase.CANARY, share=order.canary, verdict="no requests yet"))
         while True:
             await asyncio.sleep(LOOK_S)
-            self._check(MOST_ENDED)
-            self._check_present()
+            self.watch.check(MOST_ENDED)
+            self.watch.check_present()
             verdict = self._judged(order, time.monotonic() - began)
             if verdict.outcome is Outcome.STOP:
-                raise _WorseError(verdict.reason)
+                raise WorseError(verdict.reason)
             if verdict.outcome is Outcome.PASS:
                 return
 
     def _judged(self, order: RolloutOrder, watched_s: float) -> Verdict:
-        current, new = self._counts()
+        current, new = self.watch.counts()
         verdict = judge(current, new, watched_s=watched_s, watch_s=order.watch_s, min_requests=order.min_requests)
         if verdict.outcome is not Outcome.WAIT or time.monotonic() - self._noted_at > _NOTE_S:
             self._noted_at = time.monotonic()
@@ -282,18 +204,18 @@ class Rollouts:
                 if time.monotonic() - alone_at > 2 * self._start_s:
                     return  # the others start when they can, like any worker
             await asyncio.sleep(LOOK_S)
-            room = await self._known_room()
+            room = await self._room.known()
             if self._may_go_back:
-                self._check(MOST_ENDED)
-                self._check_present()
-                current_counts, new_counts = self._counts()
+                self.watch.check(MOST_ENDED)
+                self.watch.check_present()
+                current_counts, new_counts = self.watch.counts()
                 if (problem := failing(current_counts, new_counts)) is not None:
-                    raise _WorseError(problem)
+                    raise WorseError(problem)
             if room is None:
                 continue
             former, new = self._supervisor.pools.numbers()
             wanted = {role: former[role].wanted + new[role].wanted for role in targets}
-            sizes = next_sizes(targets, former, new, partial(_has_room, room, wanted))
+            sizes = next_sizes(targets, former, new, partial(has_room, room, wanted))
             share = _share(former, new)
             if sizes is not None:
                 self._size(*sizes, share=share)
@@ -303,8 +225,7 @@ class Rollouts:
     async def _taken(self, memory: Memory | None) -> None:
         """All workers have the new configuration."""
         if memory is not None:
-            self._memory = memory
-            self._around.expect(memory)
+            self._room.end(memory)
         state = replace(self._state, phase=RolloutPhase.DONE, share=0.0)
         log.info("revision %d has taken over: %s", state.revision, state.verdict)
         await self._over(state, taken=True)
@@ -315,22 +236,22 @@ class Rollouts:
         One new worker of each role stays until the former ones can serve (`sizes_back`).
         """
         log.warning("revision %d is rolled back: %s", self._state.revision, reason)
-        if self._seen:
-            self._note(self._state.verdict, *self._counts())
+        if self.watch.seen:
+            self._note(self._state.verdict, *self.watch.counts())
         state = replace(self._state, phase=RolloutPhase.ROLLING_BACK, share=0.0, reason=reason)
         self._show(state)
         began, targets = time.monotonic(), state.targets
         while any(each.present for each in self._supervisor.pools.numbers()[1].values()):
-            room, late = await self._known_room(), time.monotonic() - began > self._start_s
+            room, late = await self._room.known(), time.monotonic() - began > self._start_s
             former, new = self._supervisor.pools.numbers()
             if room is not None or late:
                 most = None if knows_memory else _most(targets, former, new)
-                sizes = sizes_back(targets, former, new, partial(_holds, room, most=most), late=late)
+                sizes = sizes_back(targets, former, new, partial(holds, room, most=most), late=late)
                 if sizes != (_wanted(former), _wanted(new)):
                     self._size(*sizes)
             await asyncio.sleep(LOOK_S)
         self._size(targets, dict.fromkeys(targets, 0))
-        self._around.expect(self._memory)
+        self._room.end()
         await self._over(replace(self._state, phase=RolloutPhase.ROLLED_BACK), taken=False)
 
     async def _over(self, state: RolloutState, *, taken: bool) -> None:
@@ -343,42 +264,8 @@ class Rollouts:
     async def _until(self, reached: Callable[[Mapping[Role, Numbers], Mapping[Role, Numbers]], bool]) -> None:
         """Wait until the numbers of workers are as wanted, of the former and of the new ones."""
         while not reached(*self._supervisor.pools.numbers()):
-            self._check(1)
+            self.watch.check(1)
             await asyncio.sleep(LOOK_S)
-
-    def _check(self, most_ended: int) -> None:
-        """Raise _WorseError if an operator has ended the rollout, or so many lives of new workers have ended."""
-        self._check_aborted()
-        _, new = self._supervisor.pools.numbers()
-        if sum(each.ended for each in new.values()) >= most_ended:
-            errors = [each.last_error for each in new.values() if each.last_error]
-            raise _WorseError(f"new workers end: {errors[-1] if errors else 'for an unknown reason'}")
-
-    def _check_aborted(self) -> None:
-        if self._aborted.is_set():
-            raise _WorseError("an operator has ended it")
-
-    def _check_present(self) -> None:
-        """Raise _WorseError if for as long as a start may take a role has had no new worker that is ready, or one too few."""
-        _, new = self._supervisor.pools.numbers()
-        now = time.monotonic()
-        lacking = [role for role, each in new.items() if each.wanted and (not each.ready or each.present < each.wanted)]
-        self._lacking = {role: self._lacking.get(role, now) for role in lacking}
-        for role, since in self._lacking.items():
-            if now - since > self._start_s:
-                what = "a new worker is missing" if new[role].ready else "no new worker is left"
-                raise _WorseError(f"{what}: {role.value} has had {new[role].ready} ready for {self._start_s:g} s")
-
-    async def _find_room(self) -> Room:
-        async with asyncio.timeout(_ROOM_S):
-            return await self._around.room()
-
-    async def _known_room(self) -> Room | None:
-        try:
-            return await self._find_room()
-        except Exception as error:  # noqa: BLE001 (whatever ails Ray: it is asked again)
-            log.warning("the rollout goes on when the nodes are known: %r", error)
-            return None
 
     @property
     def _may_go_back(self) -> bool:
@@ -395,10 +282,6 @@ class Rollouts:
         state = self._supervisor.rollout
         assert state is not None, "a rollout is under way"
         return state
-
-    def _counts(self) -> tuple[RevisionCounts, RevisionCounts]:
-        seen = list(self._seen.values())
-        return together([each.current for each in seen]), together([each.new for each in seen])
 
     def _note(self, verdict: str, current: RevisionCounts, new: RevisionCounts) -> None:
         figures = {"current": figures_of(current), "new": figures_of(new)}
@@ -427,19 +310,3 @@ def _wanted(numbers: Mapping[Role, Numbers]) -> dict[Role, int]:
 def _most(targets: Sizes, former: Mapping[Role, Numbers], new: Mapping[Role, Numbers]) -> dict[Role, int]:
     """Numbers of workers of which none is beside others: as many as wanted, or as there are until some have gone."""
     return {role: max(target, former[role].present + new[role].present) for role, target in targets.items()}
-
-
-def _has_room(room: Room, wanted: Sizes, role: Role) -> bool:
-    return _holds(room, {**wanted, role: wanted[role] + 1})
-
-
-def _holds(room: Room | None, sizes: Sizes, most: Sizes | None = None) -> bool:
-    """Whether these are no more workers than `most`, and the nodes hold them. Without a known `room` they are taken to."""
-    if most is not None and any(sizes[role] > most[role] for role in sizes):
-        return False
-    try:
-        if room is not None:
-            room.check(sizes, list(sizes))
-    except InvalidRequestError:
-        return False
-    return True

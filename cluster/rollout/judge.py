@@ -40,6 +40,10 @@ class Outcome(Enum):
     STOP = "stop"
 
 
+class WorseError(Exception):
+    """The rollout is to be rolled back, for the reason in the message."""
+
+
 @dataclass(frozen=True)
 class Verdict:
     outcome: Outcome

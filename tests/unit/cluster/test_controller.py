@@ -18,14 +18,14 @@ from cluster.pools.pools import Pools
 from cluster.ray import actors
 from cluster.records import ClusterRecord
 from cluster.sizer import PoolSizer
-from cluster.supervisor import Supervisor
+from cluster.supervision.supervisor import Supervisor
 from configs.loader import load_config
 from configs.schema import ClusterConfig
 from protocol.cluster_view import ClusterView
 from protocol.errors import UnavailableError
 from protocol.messages.workers import Duty, Role
+from tests.unit.cluster.supervision.scripted import ScriptedLauncher, ScriptedRecords
 from tests.unit.cluster.test_sizer import KeptRecords, room
-from tests.unit.cluster.test_supervisor import ScriptedLauncher, ScriptedRecords
 from tests.unit.simulated_time import run_in_simulated_time
 
 MEMORY = dict.fromkeys(Role, WorkerMemory(kv_pool=10**9, weights=0, process=0))

@@ -12,12 +12,12 @@ import pytest
 from cluster.nodes.gcs import DrainedNode
 from cluster.nodes.watch import NodeWatch
 from cluster.ray.placement import Room
-from cluster.supervisor import Supervisor
+from cluster.supervision.supervisor import Supervisor
 from protocol.cluster_view import WorkerState
 from protocol.errors import UnavailableError
 from protocol.messages.workers import Role, WorkerLife
+from tests.unit.cluster.supervision.scripted import ScriptedLauncher, ScriptedRecords, all_ready, config, one, seen
 from tests.unit.cluster.test_sizer import room
-from tests.unit.cluster.test_supervisor import ScriptedLauncher, ScriptedRecords, all_ready, config, one, seen
 
 LONGEST_S = 600.0
 

@@ -14,13 +14,13 @@ from autoscaler.scaler import ScalerRecord
 from cluster.memory import WorkerMemory
 from cluster.ray.placement import Room
 from cluster.sizer import PoolSizer, _fitting, step_times
-from cluster.supervisor import Supervisor
+from cluster.supervision.supervisor import Supervisor
 from configs.loader import load_config
 from configs.schema import ClusterConfig
 from protocol.cluster_view import DemandCounts, RolloutPhase, RolloutState, RouterObservation, SizeDecision
 from protocol.errors import UnavailableError
 from protocol.messages.workers import Duty, Role
-from tests.unit.cluster.test_supervisor import ScriptedLauncher, ScriptedRecords, seen
+from tests.unit.cluster.supervision.scripted import ScriptedLauncher, ScriptedRecords, seen
 
 PREFILL, DECODE = Role.PREFILL, Role.DECODE
 GB = 10**9

@@ -16,8 +16,9 @@ from cluster.pools.actions import Action
 from cluster.pools.pools import Pools
 from cluster.ray.placement import Room
 from cluster.records import ClusterRecord
-from cluster.rollout.driver import Rollouts, Surroundings
-from cluster.supervisor import Supervisor
+from cluster.rollout.driver import Rollouts
+from cluster.rollout.room import RolloutRoom
+from cluster.supervision.supervisor import Supervisor
 from configs.schema import ClusterConfig, DecodeConfig, LimitsConfig, PrefillConfig
 from protocol.cluster_view import (
     ClusterView,
@@ -32,7 +33,7 @@ from protocol.cluster_view import (
 from protocol.errors import ConfigError, InvalidRequestError, UnavailableError
 from protocol.messages.workers import Role, WorkerLife, WorkerRef
 from router.rules.rollout.duration_bins import binned
-from tests.unit.cluster.test_supervisor import ScriptedLauncher, ScriptedProcess, ScriptedRecords, seen
+from tests.unit.cluster.supervision.scripted import ScriptedLauncher, ScriptedProcess, ScriptedRecords, seen
 
 KV_TOKENS = 32_768
 ORDER = RolloutOrder({"decode": {"kv_cache_tokens": KV_TOKENS}}, canary=0.2, watch_s=0.01, min_requests=20)
@@ -50,7 +51,7 @@ class Node:
     counted: Mapping[Role, WorkerMemory] = field(default_factory=lambda: MEMORY)
 
     def around(self) -> dict[str, Any]:
-        """Surroundings of a rollout to large workers."""
+        """The room of a rollout to large workers."""
         return {"room": self.room, "expect": self.expect, "check": lambda current, new: LARGE}
 
     async def room(self) -> Room:
@@ -112,7 +113,7 @@ class Rig:
         return state
 
     def observe(self, *, current: RevisionCounts, new: RevisionCounts, router_id: str = "one") -> None:
-        self.rollouts.observe(RolloutObservation(router_id, self.state.revision, current, new))
+        self.rollouts.watch.observe(RolloutObservation(router_id, self.state.revision, current, new))
 
     async def until(self, wanted: Callable[[ClusterView], bool]) -> ClusterView:
         return await seen(self.supervisor, wanted)
@@ -145,8 +146,7 @@ def rig(supervisor: Supervisor, launcher: IdleLauncher, config: ClusterConfig, c
         ended.append(supervisor.rollout.phase)
 
     values: dict[str, Any] = {"room": room, "expect": lambda memory: None, "memory": MEMORY, "check": check} | around
-    surroundings = Surroundings(**values)
-    return Rig(supervisor, launcher, Rollouts(supervisor, surroundings, on_over), ended)
+    return Rig(supervisor, launcher, Rollouts(supervisor, RolloutRoom(**values), on_over), ended)
 
 
 def rolled(
@@ -513,7 +513,7 @@ def test_an_operator_does_not_wait_for_a_model_that_is_fetched(monkeypatch: pyte
         view = await all_of_it.phase(RolloutPhase.ROLLED_BACK)
         assert view.rollout is not None
         assert view.rollout.reason == "an operator has ended it"
-        monkeypatch.setattr("cluster.rollout.driver._CHECK_S", 0.01)
+        monkeypatch.setattr("cluster.rollout.room._CHECK_S", 0.01)
         all_of_it.rollouts.begin(ORDER)
         view = await all_of_it.until(lambda view: view.rollout is not None and view.rollout.revision == 3)
         view = await all_of_it.phase(RolloutPhase.ROLLED_BACK)
@@ -659,7 +659,7 @@ def test_what_fails_after_the_end_changes_nothing_of_it(caplog: pytest.LogCaptur
         async def fails() -> None:
             raise RuntimeError("a bug")
 
-        rollouts = Rollouts(all_of_it.supervisor, all_of_it.rollouts._around, fails)
+        rollouts = Rollouts(all_of_it.supervisor, all_of_it.rollouts._room, fails)
         all_of_it.rollouts = rollouts
         rollouts.begin(ORDER)
         await all_of_it.phase(RolloutPhase.CANARY)
