@@ -153,7 +153,8 @@ class Attaches:
         if waiting.here and entry.state is not TicketState.RESERVED:
             self._ledger.abort(entry.ticket_id)  # somebody sends KV for it all the same
             return
-        if (self._ledger.attach_here if waiting.here else self._ledger.attach)(entry.ticket_id) is None:
+        attached = self._scheduler.attached
+        if (attached.attach_here if waiting.here else attached.attach)(entry.ticket_id) is None:
             return  # the commit will come, or the lease ends
         del self._waiting[entry.ticket_id]
         self.brought += waiting.brought
@@ -204,7 +205,7 @@ class Attaches:
             raise KvTransferError("somebody sends KV for this ticket")
         if num_tokens >= self._facts.max_model_len:
             raise ContextLengthError(f"{num_tokens} prompt tokens don't fit into {self._facts.max_model_len}", param="prompt")
-        if not self._ledger.computable(entry) or (num_scores is not None and entry.held_tokens):
+        if not self._scheduler.attached.computable(entry) or (num_scores is not None and entry.held_tokens):
             raise InvalidRequestError("the ticket is not for a prompt that is computed here: reserve with `own_tokens`")
         if num_tokens * (1 + (num_scores or 0)) > MAX_PROMPT_LOGPROBS:
             raise InvalidRequestError(f"more than {MAX_PROMPT_LOGPROBS} logprobs of a prompt", param="logprobs")

@@ -98,7 +98,7 @@ class Migrations:
             self._send(router, Failed.from_error(message.call_id, error))
             return
         self._sending[message.ticket_id] = sending
-        self._ledger.want(message.ticket_id, message.target.sent_from)
+        self._scheduler.attached.want(message.ticket_id, message.target.sent_from)
         self._spawn(self._serve(sending))
 
     def rows(self) -> tuple[SendRow, ...]:
@@ -136,7 +136,7 @@ class Migrations:
                 sending.pair.abort(sending.transfer)
         finally:
             del self._sending[message.ticket_id]
-            self._ledger.want(message.ticket_id, None)
+            self._scheduler.attached.want(message.ticket_id, None)
             self._on_change()  # what the stream no longer sees may be given up now
         self._loop.flush()  # all that it has said goes before the news that it has left
         self._send(sending.router, answer)
@@ -165,7 +165,7 @@ class Migrations:
                 await pair.commit(sending.transfer)
             self._check_there(sending)
             self._scheduler.remove(stream.ticket_id)
-            self._ledger.keep(stream.ticket_id, stream.token_ids, stream.computed)
+            self._scheduler.attached.keep(stream.ticket_id, stream.token_ids, stream.computed)
             self._ledger.release(stream.ticket_id)
 
     async def _send_full_blocks(self, sending: _Sending, pair: SendingPair) -> None:
@@ -187,7 +187,7 @@ class Migrations:
         self._check_there(sending)
         transfer, stream = sending.transfer, sending.stream
         start = transfer.sent_tokens
-        if start < self._ledger.begins_at(stream.ticket_id):
+        if start < self._scheduler.attached.begins_at(stream.ticket_id):
             raise KvTransferError("the stream no longer has what the target waits for")
         if start < end:
             added = tuple(stream.token_ids[max(start, transfer.ticket.num_prompt_tokens) : end])
@@ -237,11 +237,11 @@ class Migrations:
 
     @contextmanager
     def _pinned(self, stream: Stream) -> Iterator[None]:
-        self._ledger.begin_send(stream.ticket_id)
+        self._scheduler.attached.begin_send(stream.ticket_id)
         stream.pinned = True
         try:
             yield
         finally:
             stream.pinned = stream.paused = False
-            self._ledger.end_send(stream.ticket_id)
+            self._scheduler.attached.end_send(stream.ticket_id)
             self._on_change()

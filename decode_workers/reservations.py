@@ -16,6 +16,7 @@ from typing import Any
 from decode_workers.ledger import Ledger
 from decode_workers.scheduler import DecodeScheduler
 from decode_workers.ticket_entry import TicketEntry
+from protocol.cache.keys import block_keys
 from protocol.errors import InvalidRequestError, OverloadedError, TandemError, TenantFullError
 from protocol.messages.common import Failed
 from protocol.messages.decode import Reserve, Reserved
@@ -87,8 +88,8 @@ class Reservations:
         if entry is None:
             if message.displaces:
                 num_tokens, max_tokens = len(message.prompt_token_ids), message.max_tokens
-                keys = self._ledger.keys(message.prompt_token_ids, message.cache_salt)
-                cost = partial(self._ledger.reserve_cost, keys, num_tokens, max_tokens, message.own_tokens)
+                keys = block_keys(message.prompt_token_ids, self._block_size, message.cache_salt)
+                cost = partial(self._ledger.blocks.reserve_cost, keys, num_tokens, max_tokens, message.own_tokens)
                 room.want(share, self._ledger.blocks.most_reserved(num_tokens, max_tokens), cost)
             kind = TenantFullError if room.holds_most(share) else OverloadedError
             raise kind(f"full: {room.reservable_blocks} KV blocks may be reserved", retry_after_s=1.0)

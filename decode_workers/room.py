@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from decode_workers.attached_tickets import AttachedTickets
 from decode_workers.ledger import Ledger
 from decode_workers.rules.preemption import Holding, RecomputeBudget, giver_for_growth, givers_for, loads_of
 from decode_workers.stream import Stream
@@ -47,6 +48,7 @@ class Room:
     def __init__(
         self,
         ledger: Ledger,
+        attached: AttachedTickets,
         streams: Mapping[int, Stream],
         max_batch_size: int,
         max_chunk_tokens: int,
@@ -54,6 +56,7 @@ class Room:
         clock: Callable[[], float],
     ) -> None:
         self._ledger = ledger
+        self._attached = attached
         self._streams = streams
         self._max_batch_size = max_batch_size
         self._turn_s = turn_s
@@ -89,7 +92,7 @@ class Room:
 
     def has_slots(self, stream: Stream, end: int) -> bool:
         """Tell whether the stream has slots for its tokens up to `end`, after others had to make room if need be."""
-        while not self._ledger.grow(stream.ticket_id, end, stream.computed):
+        while not self._attached.grow(stream.ticket_id, end, stream.computed):
             giver = giver_for_growth(self._holdings())
             if giver is None:
                 return False
@@ -102,13 +105,13 @@ class Room:
         """Return how many slots behind its newest token the stream has for drafts, up to `most`. Nobody gives way for them, and
         no block is taken that others may want soon.
         """
-        held = self._ledger.slots_behind(stream.ticket_id, len(stream.token_ids))
+        held = self._attached.slots_behind(stream.ticket_id, len(stream.token_ids))
         if held >= most or self.waits:
             return min(held, most)
         spare = self._spare
         while held < most and self._ledger.blocks.num_free > spare:
-            self._ledger.grow(stream.ticket_id, len(stream.token_ids) + held + 1)
-            held = self._ledger.slots_behind(stream.ticket_id, len(stream.token_ids))
+            self._attached.grow(stream.ticket_id, len(stream.token_ids) + held + 1)
+            held = self._attached.slots_behind(stream.ticket_id, len(stream.token_ids))
         return min(held, most)
 
     def settle(self, step: int) -> Stream | None:
@@ -155,7 +158,7 @@ class Room:
         own_load = loads.get(stream.share, 0.0) + num_blocks / stream.share.strength
         if share.tenant != stream.share.tenant and loads.get(share, 0.0) <= own_load:
             return 0
-        return self._ledger.return_cost(stream.ticket_id, len(stream.token_ids), stream.known).num_blocks
+        return self._attached.return_cost(stream.ticket_id, len(stream.token_ids), stream.known).num_blocks
 
     def holds_most(self, share: Share) -> bool:
         """Tell whether this tenant holds more for its weight than any other: it has to wait for its own streams."""
@@ -214,7 +217,7 @@ class Room:
         if self._clock() - stream.preempted_at < self._turn_s / 2 or not self._budget.allows(step):
             return None
         num_blocks = self._ledger.blocks.at_once(len(stream.token_ids))
-        cost = self._ledger.return_cost(stream.ticket_id, len(stream.token_ids), stream.known)
+        cost = self._attached.return_cost(stream.ticket_id, len(stream.token_ids), stream.known)
         missing = cost.num_blocks + self._margin - self._ledger.blocks.num_free
         givers = givers_for(
             self._holdings(), stream.share, num_blocks, missing, lambda each: True, keep_oldest=False, freed=self._freed(cost)
@@ -229,7 +232,7 @@ class Room:
         return back
 
     def _back(self, stream: Stream, spare: int) -> Stream | None:
-        cached = self._ledger.readmit(stream.ticket_id, len(stream.token_ids), stream.known, spare)
+        cached = self._attached.readmit(stream.ticket_id, len(stream.token_ids), stream.known, spare)
         if cached is None:
             return None
         stream.computed = cached
@@ -240,14 +243,14 @@ class Room:
 
     def _freed(self, cost: Cost) -> Callable[[Holding], int]:
         """Says of one stream after the other how many blocks come free for what takes this much."""
-        freed = self._ledger.freeing(cost.shared)
+        freed = self._attached.freeing(cost.shared)
         return lambda each: freed(each.ticket_id)
 
     def _preempt(self, givers: Sequence[Holding]) -> None:
         for giver in givers:
             stream = self._streams[giver.ticket_id]
-            self._ledger.keep(stream.ticket_id, stream.token_ids, stream.computed)
-            self._ledger.preempt(stream.ticket_id)
+            self._attached.keep(stream.ticket_id, stream.token_ids, stream.computed)
+            self._attached.preempt(stream.ticket_id)
             stream.preempted_at = self._clock()
             self._preempted[stream.ticket_id] = stream
             self.preemptions += 1

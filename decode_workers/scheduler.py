@@ -32,6 +32,7 @@ from collections.abc import Callable, Collection
 
 from configs.arithmetic import goes_between, turn_between
 from configs.schema import SAMPLED_TOKENS
+from decode_workers.attached_tickets import AttachedTickets
 from decode_workers.ledger import Ledger
 from decode_workers.room import Room
 from decode_workers.rules.turns import SLICE_STEPS, Turns, turn_wait_s
@@ -67,7 +68,8 @@ class DecodeScheduler:
         self._num_steps = 0
         self._step_s = 0.0
         """How long a step takes, in seconds: a mean that fades."""
-        self.room = Room(ledger, self._streams, max_batch_size, max_chunk_tokens, turn_s, clock)
+        self.attached = AttachedTickets(ledger)
+        self.room = Room(ledger, self.attached, self._streams, max_batch_size, max_chunk_tokens, turn_s, clock)
         self.recomputed_tokens = 0
         self.prefilled_tokens = 0
 
@@ -194,7 +196,7 @@ class DecodeScheduler:
         if stream.prefill is not None:
             self.prefilled_tokens += len(chunk.token_ids) - again
             start = chunk.start if chunk.end < len(stream.token_ids) else 0  # at its end what was evicted meanwhile, too
-            self._ledger.keep(stream.ticket_id, stream.token_ids, chunk.end, start)
+            self.attached.keep(stream.ticket_id, stream.token_ids, chunk.end, start)
 
     def _chunk_end(self, stream: Stream) -> int:
         most = min(self._max_chunk_tokens, SAMPLED_TOKENS) if stream.scored else self._max_chunk_tokens

@@ -114,7 +114,7 @@ class StepLoop:
         ticket_ids = [stream.ticket_id for stream in batch]
         prefilling = self._note_begun(batch)
         chunks = [self._scheduler.chunk(stream) for stream in batch]
-        self._ledger.begin_step(ticket_ids)
+        self._scheduler.attached.begin_step(ticket_ids)
         self._boundary = asyncio.get_running_loop().create_future()
         began = computing = time.monotonic()
         drafted: DraftedStep | None = None
@@ -146,7 +146,7 @@ class StepLoop:
                 self._scheduler.computed(stream, chunk)
                 if tokens:
                     self._emit(stream, tokens, num_drafts)
-        self._ledger.end_step(ticket_ids)
+        self._scheduler.attached.end_step(ticket_ids)
         if prefilling:
             self._on_load_changed()
         self._boundary.set_result(None)
@@ -187,7 +187,7 @@ class StepLoop:
         if finish is not None or failed is not None:
             self._scheduler.remove(stream.ticket_id)
             if failed is None:
-                self._ledger.keep(stream.ticket_id, stream.token_ids, stream.computed)
+                self._scheduler.attached.keep(stream.ticket_id, stream.token_ids, stream.computed)
             self._ledger.release(stream.ticket_id)
 
     def _prefilled(self, stream: Stream, num_prompt_tokens: int) -> Prefilled | None:

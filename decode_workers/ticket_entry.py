@@ -1,4 +1,4 @@
-"""One ticket's row in the books of a decode worker. `decode_workers.ledger` alone changes it."""
+"""One ticket's row in the books of a decode worker. The ledger and `AttachedTickets` alone change it."""
 
 from __future__ import annotations
 

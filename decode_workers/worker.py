@@ -6,7 +6,7 @@
                                                                               └── Migrate ──► pushes to another ──► gone
 
 Everything here runs on one asyncio loop, so the books need no locks; the engine computes in a thread of its own, and each
-lane's bytes move in one of theirs. A ticket's blocks are given back by the ledger alone.
+lane's bytes move in one of theirs. A ticket's blocks are given back by its books alone: the ledger and `AttachedTickets`.
 """
 
 from __future__ import annotations
@@ -186,8 +186,8 @@ class DecodeWorker:
             waiting=max(0, waiting),
             queued_tokens=self._scheduler.queued_tokens,
             tickets=len(self.ledger),
-            prefix_cache_queries=self.ledger.cache_queries,
-            prefix_cache_hits=self.ledger.cache_hits,
+            prefix_cache_queries=self._scheduler.attached.cache_queries,
+            prefix_cache_hits=self._scheduler.attached.cache_hits,
             brought=self._attaches.brought,
             decode=DecodeLoad(
                 reservable_blocks=self._scheduler.room.reservable_blocks,

@@ -71,7 +71,6 @@ class DecodeWorker:
         self._loop = StepLoop(
             site,
             self._cache,
-            self._ledger,
             self._scheduler,
             self._tickets,
             self._ended,
@@ -125,7 +124,7 @@ class DecodeWorker:
         )
         if entry is None:
             num_tokens, keys = len(request.token_ids), request.keys(self._block_size)
-            cost = partial(self._ledger.reserve_cost, keys, num_tokens, request.output_len, own_tokens)
+            cost = partial(self._ledger.blocks.reserve_cost, keys, num_tokens, request.output_len, own_tokens)
             room.want(NOBODYS, self._ledger.blocks.most_reserved(num_tokens, request.output_len), cost)
             self._loop.look_again()
             return None
@@ -193,7 +192,7 @@ class DecodeWorker:
     def _join(self, entry: TicketEntry) -> None:
         """What is committed and attached is computed from the next step on."""
         ticket = self._tickets[entry.ticket_id]
-        if not ticket.attached or self._ledger.attach(entry.ticket_id) is None:
+        if not ticket.attached or self._scheduler.attached.attach(entry.ticket_id) is None:
             return
         if ticket.on_attached is not None:
             ticket.on_attached()
@@ -209,7 +208,7 @@ class DecodeWorker:
 
     def _start_here(self, ticket_id: int) -> None:
         self._loop.sync()
-        entry = self._ledger.attach_here(ticket_id)
+        entry = self._scheduler.attached.attach_here(ticket_id)
         assert entry is not None, "it is reserved, and some of it is not held"
         request = self._tickets[ticket_id].request
         request.cached = entry.held_tokens
@@ -237,7 +236,7 @@ class DecodeWorker:
         """A stream has its last token."""
         ticket_id = stream.ticket_id
         self._scheduler.remove(ticket_id)
-        self._ledger.keep(ticket_id, stream.token_ids, stream.computed)
+        self._scheduler.attached.keep(ticket_id, stream.token_ids, stream.computed)
         self._ledger.release(ticket_id)
         self._tickets.pop(ticket_id).on_finished()
 
@@ -273,8 +272,8 @@ class DecodeWorker:
             busy_s=self.busy_s,
             step_age_s=0.0,
             cached_blocks=self._cache.num_cached,
-            prefix_cache_queries=self._ledger.cache_queries,
-            prefix_cache_hits=self._ledger.cache_hits,
+            prefix_cache_queries=self._scheduler.attached.cache_queries,
+            prefix_cache_hits=self._scheduler.attached.cache_hits,
             lent_tokens=self.lender.lent_tokens,
             decode=DecodeLoad(
                 reservable_blocks=self._scheduler.room.reservable_blocks,

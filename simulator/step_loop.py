@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
 
-from decode_workers.ledger import Ledger
 from decode_workers.scheduler import DecodeScheduler
 from decode_workers.stream import Stream
 from engine.batch import Chunk
@@ -92,7 +91,6 @@ class StepLoop:
         self,
         site: Site,
         cache: PrefixCache,
-        ledger: Ledger,
         scheduler: DecodeScheduler,
         tickets: Mapping[int, Ticket],
         on_ended: Callable[[Stream], None],
@@ -113,7 +111,6 @@ class StepLoop:
         self._most_guesses = speculative.num_speculative_tokens if speculative and self._profile.acceptance else 0
         self._block_size = site.config.block_size
         self._cache = cache
-        self._ledger = ledger
         self._scheduler = scheduler
         self._tickets = tickets
         self._on_ended = on_ended
@@ -150,7 +147,7 @@ class StepLoop:
             stream.num_generated += count
             stream.computed += count
             stream.known = max(stream.known, stream.computed)
-            enough = self._ledger.grow(stream.ticket_id, len(stream.token_ids) if grow else stream.computed)
+            enough = self._scheduler.attached.grow(stream.ticket_id, len(stream.token_ids) if grow else stream.computed)
             assert enough, "a run goes no further than its blocks"
 
     def look_again(self) -> None:

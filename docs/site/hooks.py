@@ -31,7 +31,7 @@ REFERENCE = {
     "tickets": (
         "Tickets and audit",
         "Who owns which KV block.",
-        ["protocol.ticket", "decode_workers.ledger", "protocol.audit"],
+        ["protocol.ticket", "decode_workers.ledger", "decode_workers.attached_tickets", "protocol.audit"],
     ),
     "errors": ("Errors", "What bad input and lost peers raise.", ["protocol.errors"]),
     "handoff": (

@@ -18,6 +18,7 @@ from decode_workers.ticket_entry import TicketEntry
 from engine.batch import Chunk
 from engine.memory.prefix_cache import PrefixCache
 from engine.scoring import PromptScores
+from protocol.cache.keys import block_keys
 from protocol.sampling import SamplingParams
 from protocol.share import Share
 from protocol.ticket import TicketState
@@ -129,7 +130,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             spare = room.spare_beside(share, displaces=True)
             entry = self.ledger.reserve(owner, token_ids, answer, "", own_tokens=1, share=share, spare=spare)
             if entry is None:
-                cost = partial(self.ledger.reserve_cost, self.ledger.keys(token_ids, ""), prompt, answer, own_tokens=1)
+                keys = block_keys(token_ids, BLOCK_SIZE, "")
+                cost = partial(self.ledger.blocks.reserve_cost, keys, prompt, answer, own_tokens=1)
                 room.want(share, self.ledger.blocks.most_reserved(prompt, answer), cost)
             else:
                 room.granted(share)
@@ -156,7 +158,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _attach(self, request: Request) -> None:
         entry = request.entry
-        assert self.ledger.attach(entry.ticket_id) is entry
+        assert self.scheduler.attached.attach(entry.ticket_id) is entry
         token_ids = request.alone(len(entry.token_ids) + 1)
         request.stream = Stream(
             entry.ticket_id,
@@ -177,7 +179,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _prefill_here(self, request: Request) -> None:
         entry = request.entry
-        assert self.ledger.attach_here(entry.ticket_id) is entry
+        assert self.scheduler.attached.attach_here(entry.ticket_id) is entry
         prefill = LocalPrefill(entry.held_tokens, None)
         request.stream = Stream(
             entry.ticket_id,
@@ -225,7 +227,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         streams = [r.stream for r in self._live(TicketState.ATTACHED) if r.stream and r.stream.complete and not r.stream.pinned]
         if streams:
             stream = data.draw(st.sampled_from(streams))
-            self.ledger.begin_send(stream.ticket_id)
+            self.scheduler.attached.begin_send(stream.ticket_id)
             stream.pinned = True
             self.pinned.append(stream)
 
@@ -243,7 +245,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _unpin(self, stream: Stream) -> None:
         self.pinned.remove(stream)
         stream.pinned = stream.paused = False
-        self.ledger.end_send(stream.ticket_id)
+        self.scheduler.attached.end_send(stream.ticket_id)
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -259,7 +261,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not any(request.stream.paused for request, _ in self.step if request.stream)
         if attached and not self.pinned and not self._live(TicketState.RESERVED, TicketState.COMMITTED):
             assert self.step, "nothing that could free a block is under way, and nothing is computed"
-        self.ledger.begin_step([request.ticket_id for request, _ in self.step])
+        self.scheduler.attached.begin_step([request.ticket_id for request, _ in self.step])
 
     def _check_chunks(self) -> None:
         """Whatever is more than one token is cut where prefill cuts, and all of it is no more than one step of prefill."""
@@ -281,7 +283,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.scheduler.computed(stream, chunk)
                 if token_id is not None:
                     self._emit(request, stream, token_id)
-        self.ledger.end_step([request.ticket_id for request, _ in step])
+        self.scheduler.attached.end_step([request.ticket_id for request, _ in step])
 
     def _emit(self, request: Request, stream: Stream, token_id: int) -> None:
         stream.append(token_id)
@@ -290,7 +292,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if stream.num_generated == request.sampling.max_tokens:
             request.finished = True
             self.scheduler.remove(stream.ticket_id)
-            self.ledger.keep(stream.ticket_id, stream.token_ids, stream.computed)
+            self.scheduler.attached.keep(stream.ticket_id, stream.token_ids, stream.computed)
             self.ledger.release(stream.ticket_id)
 
     @invariant()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 
 import pytest
 from hypothesis import settings
@@ -11,18 +10,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from configs.arithmetic import ceil_div
-from configs.model_files.kv_window import WHOLE, KvWindow
+from configs.model_files.kv_window import WHOLE
+from decode_workers.attached_tickets import AttachedTickets
 from decode_workers.ledger import Ledger
 from decode_workers.ticket_entry import TicketEntry
 from engine.memory.prefix_cache import PrefixCache
 from protocol.cache.keys import block_keys
 from protocol.ticket import TicketState, check_transition
-from tests.unit.counted_keys import CountedKeys
+from tests.unit.decode_workers.small_ledger import BLOCK_SIZE, LEASE_S, NUM_BLOCKS, WINDOW, book, receive
 
-BLOCK_SIZE = 4
 STEP_TOKENS = 5
-NUM_BLOCKS = 12
-LEASE_S = 10.0
 ROUTERS = [b"router-1", b"router-2"]
 PREFILLS = [b"prefill-1", b"prefill-2"]
 
@@ -50,6 +47,7 @@ class LedgerMachine(RuleBasedStateMachine):
             window=self.window,
             step_tokens=STEP_TOKENS,
         )
+        self.attached = AttachedTickets(self.ledger)
         self.entries: dict[int, TicketEntry] = {}
         self.pushes: list[tuple[TicketEntry, int]] = []
         self.stepping: list[int] = []
@@ -76,13 +74,13 @@ class LedgerMachine(RuleBasedStateMachine):
         while start < len(token_ids):
             end = min(start + STEP_TOKENS, len(token_ids))
             before = entry.block_table[entry.block_table.first :]
-            if not self.ledger.grow(entry.ticket_id, end, start):
+            if not self.attached.grow(entry.ticket_id, end, start):
                 self.ledger.release(entry.ticket_id)
                 return
             self.contents |= dict.fromkeys(set(entry.block_table.owned) - set(before))
             assert entry.block_table.first * BLOCK_SIZE <= self.window.first_seen(start), "what is read is there"
             self._fill(entry, token_ids[:end], start)
-            self.ledger.keep(entry.ticket_id, token_ids, end, start)
+            self.attached.keep(entry.ticket_id, token_ids, end, start)
             start = end
 
     def _table(self, keys: list[bytes], num_tokens: int, sent_from: int | None) -> tuple[int, int, int]:
@@ -175,7 +173,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def attach(self, data: st.DataObject) -> None:
         ticket_id = self._id(data)
         before = self.entries[ticket_id].state if ticket_id in self.entries else None
-        entry = self.ledger.attach(ticket_id)
+        entry = self.attached.attach(ticket_id)
         assert (entry is not None) == (before is TicketState.COMMITTED), "only committed KV is attached to"
 
     @rule(data=st.data())
@@ -183,7 +181,7 @@ class LedgerMachine(RuleBasedStateMachine):
         """Its prompt is computed here; what is held of it stays as it is."""
         known = self.entries.get(self._id(data))
         before = known.state if known else None
-        entry = self.ledger.attach_here(known.ticket_id if known else 99)
+        entry = self.attached.attach_here(known.ticket_id if known else 99)
         missing = known is not None and known.held_tokens < len(known.token_ids)
         if known is not None and known.block_table.first * BLOCK_SIZE > self.window.first_seen(known.held_tokens):
             missing = False  # it was reserved for KV that is sent
@@ -205,7 +203,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 self.ledger.end_push(entry.ticket_id, missing, ok=True)
             self._fill(entry, entry.token_ids, start)
             assert self.ledger.commit(entry.ticket_id, entry.transfer_id, num_tokens)
-            assert self.ledger.attach(entry.ticket_id) is entry
+            assert self.attached.attach(entry.ticket_id) is entry
 
     @rule(data=st.data(), more=st.integers(0, 20))
     def grow(self, data: st.DataObject, more: int) -> None:
@@ -218,7 +216,7 @@ class LedgerMachine(RuleBasedStateMachine):
             given = self.cache.num_sole(entry.block_table[first:kept])
             missing = max(0, ceil_div(num_tokens, BLOCK_SIZE) - before)
             fits = missing <= self.cache.num_free + given
-            assert self.ledger.grow(entry.ticket_id, num_tokens, computed) == fits
+            assert self.attached.grow(entry.ticket_id, num_tokens, computed) == fits
             assert entry.block_table.first == kept
             assert len(entry.block_table) == before + (missing if fits else 0), "wholly or not at all"
             self.contents |= dict.fromkeys(entry.block_table[before:])
@@ -230,12 +228,12 @@ class LedgerMachine(RuleBasedStateMachine):
             room = len(entry.block_table) * BLOCK_SIZE - len(entry.token_ids)
             token_ids = (*entry.token_ids, *(range(100, 100 + min(answer, room))))
             self._fill(entry, token_ids)
-            self.ledger.keep(entry.ticket_id, token_ids, len(token_ids))
+            self.attached.keep(entry.ticket_id, token_ids, len(token_ids))
 
     @rule(data=st.data(), start=st.none() | st.integers(0, 20))
     def want(self, data: st.DataObject, start: int | None) -> None:
         ticket_id = self._id(data)
-        self.ledger.want(ticket_id, start)
+        self.attached.want(ticket_id, start)
         self.wanted.pop(ticket_id, None)
         if start is not None and self.ledger.find(ticket_id) is not None:
             self.wanted[ticket_id] = start
@@ -244,14 +242,14 @@ class LedgerMachine(RuleBasedStateMachine):
     def begin_send(self, data: st.DataObject) -> None:
         entry = self.entries.get(self._id(data))
         if entry is not None and entry.state is TicketState.ATTACHED and not entry.preempted and entry not in self.sending:
-            self.ledger.begin_send(entry.ticket_id)
+            self.attached.begin_send(entry.ticket_id)
             self.sending.append(entry)
 
     @rule(data=st.data())
     def end_send(self, data: st.DataObject) -> None:
         if self.sending:
             entry = self.sending.pop(data.draw(st.integers(0, len(self.sending) - 1)))
-            self.ledger.end_send(entry.ticket_id)
+            self.attached.end_send(entry.ticket_id)
 
     @rule(data=st.data())
     def preempt(self, data: st.DataObject) -> None:
@@ -260,7 +258,7 @@ class LedgerMachine(RuleBasedStateMachine):
             table = list(entry.block_table.owned)
             others = {block for other in self.ledger if other is not entry for block in other.block_table.owned}
             free = self.cache.num_free + sum(block not in others for block in table)
-            self.ledger.preempt(entry.ticket_id)
+            self.attached.preempt(entry.ticket_id)
             self.wanted.pop(entry.ticket_id, None)
             assert self.cache.num_free == free
             assert entry.preempted
@@ -274,7 +272,7 @@ class LedgerMachine(RuleBasedStateMachine):
             num_tokens, keys = len(entry.token_ids) + more, entry.keys[: at_most // BLOCK_SIZE]
             cached, first, length = self._table(keys, num_tokens, None)
             fits = self.cache.cost(length - first, keys[first:cached]) <= self.cache.num_free - others
-            there = self.ledger.readmit(entry.ticket_id, num_tokens, at_most)
+            there = self.attached.readmit(entry.ticket_id, num_tokens, at_most)
             assert there == (cached * BLOCK_SIZE if fits else None)
             assert len(entry.block_table) == (length if fits else 0)
             for block in entry.block_table[entry.block_table.first : cached]:
@@ -291,11 +289,11 @@ class LedgerMachine(RuleBasedStateMachine):
     def begin_step(self) -> None:
         if not self.stepping:
             self.stepping = [e.ticket_id for e in self.ledger if e.state is TicketState.ATTACHED and not e.preempted]
-            self.ledger.begin_step(self.stepping)
+            self.attached.begin_step(self.stepping)
 
     @rule()
     def end_step(self) -> None:
-        self.ledger.end_step(self.stepping)
+        self.attached.end_step(self.stepping)
         self.stepping = []
 
     @rule(data=st.data())
@@ -351,7 +349,7 @@ class LedgerMachine(RuleBasedStateMachine):
             entry, count = self.pushes.pop()
             self.ledger.end_push(entry.ticket_id, count, ok=False)
         for entry in self.sending:
-            self.ledger.end_send(entry.ticket_id)
+            self.attached.end_send(entry.ticket_id)
         self.end_step()
         assert len(self.ledger) == 0
         assert self.cache.num_free == NUM_BLOCKS
@@ -368,42 +366,16 @@ TestLedger = LedgerMachine.TestCase
 class WindowedLedgerMachine(LedgerMachine):
     """The same where a token sees four to seven tokens before it, and streams keep two more."""
 
-    window = KvWindow(4, unit=4, late=2)
+    window = WINDOW
 
 
 WindowedLedgerMachine.TestCase.settings = _SETTINGS
 TestWindowedLedger = WindowedLedgerMachine.TestCase
 
 
-def book(
-    lease_s: float = LEASE_S, clock: Callable[[], float] = lambda: 0.0, window: KvWindow = WHOLE
-) -> tuple[Ledger, PrefixCache]:
-    cache = PrefixCache(NUM_BLOCKS)
-    quiet: Callable[[TicketEntry], None] = lambda entry: None  # noqa: E731
-    ledger = Ledger(
-        cache,
-        BLOCK_SIZE,
-        lease_s,
-        clock,
-        on_committed=quiet,
-        on_failed=quiet,
-        on_settled=lambda: None,
-        window=window,
-    )
-    return ledger, cache
-
-
-def receive(ledger: Ledger, entry: TicketEntry) -> bool:
-    """The whole transfer of what is not held, and its commit."""
-    start, num_tokens = entry.sent_from, len(entry.token_ids)
-    if start < num_tokens:
-        assert ledger.begin_push(b"p", entry.ticket_id, entry.transfer_id, start, num_tokens - start) is entry
-        ledger.end_push(entry.ticket_id, num_tokens - start, ok=True)
-    return ledger.commit(entry.ticket_id, entry.transfer_id, num_tokens)
-
-
 def test_a_whole_life() -> None:
     ledger, blocks = book()
+    attached = AttachedTickets(ledger)
     entry = ledger.reserve(b"r", tuple(range(10)), 38, "")
     assert entry is not None
     assert len(entry.block_table) == 4, "10 tokens and a block's worth of the answer, whose last token needs no slot"
@@ -411,16 +383,16 @@ def test_a_whole_life() -> None:
         assert ledger.begin_push(b"p", entry.ticket_id, entry.transfer_id, start, count) is entry
         ledger.end_push(entry.ticket_id, count, ok=True)
     assert ledger.commit(entry.ticket_id, entry.transfer_id, 10)
-    assert ledger.attach(entry.ticket_id) is entry
-    assert ledger.grow(entry.ticket_id, 17)
+    assert attached.attach(entry.ticket_id) is entry
+    assert attached.grow(entry.ticket_id, 17)
     assert len(entry.block_table) == 5
-    ledger.preempt(entry.ticket_id)
+    attached.preempt(entry.ticket_id)
     assert blocks.num_free == NUM_BLOCKS
-    assert ledger.readmit(entry.ticket_id, 17, 16) == 8, "of 10 tokens, the full blocks"
-    ledger.begin_step([entry.ticket_id])
+    assert attached.readmit(entry.ticket_id, 17, 16) == 8, "of 10 tokens, the full blocks"
+    attached.begin_step([entry.ticket_id])
     ledger.release(entry.ticket_id)
     assert blocks.num_free == NUM_BLOCKS - 5, "quarantined while the engine writes"
-    ledger.end_step([entry.ticket_id])
+    attached.end_step([entry.ticket_id])
     assert blocks.num_free == NUM_BLOCKS
     ledger.release(entry.ticket_id)
     assert blocks.num_free == NUM_BLOCKS
@@ -471,24 +443,6 @@ def test_one_block_for_each_ticket_stays_free_beside_a_new_one() -> None:
     assert (granted, blocks.num_free, ledger.num_holders) == (3, 3, 3)
 
 
-def test_a_preempted_ticket_holds_nothing_and_comes_back() -> None:
-    ledger, blocks = book()
-    entry = ledger.reserve(b"r", (1,), 40, "")
-    assert entry is not None
-    ledger.begin_push(b"p", entry.ticket_id, entry.transfer_id, 0, 1)
-    ledger.end_push(entry.ticket_id, 1, ok=True)
-    ledger.commit(entry.ticket_id, entry.transfer_id, 1)
-    ledger.attach(entry.ticket_id)
-    assert (ledger.blocks.num_free, ledger.num_holders) == (NUM_BLOCKS - 1, 1)
-    ledger.preempt(entry.ticket_id)
-    assert (ledger.blocks.num_free, ledger.num_holders) == (NUM_BLOCKS, 0)
-    assert ledger.readmit(entry.ticket_id, 9, 8, spare=NUM_BLOCKS) is None, "that many would not stay free"
-    assert ledger.readmit(entry.ticket_id, 9, 8, spare=0) == 0
-    ledger.preempt(entry.ticket_id)
-    ledger.release(entry.ticket_id)
-    assert (blocks.num_free, ledger.num_holders) == (NUM_BLOCKS, 0), "it left while it waited"
-
-
 @pytest.mark.parametrize("final", [TicketState.RELEASED, TicketState.ABORTED, TicketState.EXPIRED])
 def test_nothing_leads_out_of_a_final_state(final: TicketState) -> None:
     for state in TicketState:
@@ -517,6 +471,7 @@ def test_what_is_held_is_shared_and_not_sent() -> None:
 
 def test_a_prompt_that_is_held_as_a_whole_is_committed_without_a_push() -> None:
     ledger, _ = book()
+    attached = AttachedTickets(ledger)
     prompt = tuple(range(2 * BLOCK_SIZE))
     first = ledger.reserve(b"r", prompt, 1, "")
     assert first is not None
@@ -527,7 +482,7 @@ def test_a_prompt_that_is_held_as_a_whole_is_committed_without_a_push() -> None:
     assert second.held_tokens == len(prompt)
     assert not ledger.commit(second.ticket_id, second.transfer_id, len(prompt) - 1)
     assert ledger.commit(second.ticket_id, second.transfer_id, len(prompt))
-    assert ledger.attach(second.ticket_id) is second
+    assert attached.attach(second.ticket_id) is second
 
 
 def test_nothing_of_an_uncommitted_transfer_is_kept() -> None:
@@ -543,89 +498,3 @@ def test_nothing_of_an_uncommitted_transfer_is_kept() -> None:
     ledger.abort(first.ticket_id)
     ledger.release(second.ticket_id)
     assert cache.match(block_keys(prompt, BLOCK_SIZE, "")) == 0
-
-
-def test_an_answer_is_kept_for_the_next_turn() -> None:
-    ledger, _ = book()
-    prompt, answer = tuple(range(BLOCK_SIZE)), tuple(range(100, 100 + BLOCK_SIZE))
-    entry = ledger.reserve(b"r", prompt, BLOCK_SIZE, "")
-    assert entry is not None
-    assert receive(ledger, entry)
-    ledger.attach(entry.ticket_id)
-    ledger.grow(entry.ticket_id, 2 * BLOCK_SIZE)
-    ledger.keep(entry.ticket_id, prompt + answer, len(prompt + answer))
-    ledger.release(entry.ticket_id)
-    turn = ledger.reserve(b"r", (*prompt, *answer, 7), 1, "")
-    assert turn is not None
-    assert turn.held_tokens == 2 * BLOCK_SIZE
-
-
-def test_a_stream_that_others_wait_for_keeps_what_it_no_longer_sees() -> None:
-    ledger, cache = book(window=WindowedLedgerMachine.window)
-    entry = ledger.reserve(b"r", tuple(range(10)), 40, "")
-    assert entry is not None
-    assert (entry.unseen_tokens, entry.block_table.first, entry.block_table.num_owned) == (4, 1, 3)
-    assert receive(ledger, entry)
-    ledger.attach(entry.ticket_id)
-    ledger.want(entry.ticket_id, 4)
-    assert ledger.grow(entry.ticket_id, 20, 19)
-    assert ledger.begins_at(entry.ticket_id) == 4
-    ledger.want(entry.ticket_id, None)
-    ledger.begin_send(entry.ticket_id)
-    assert ledger.grow(entry.ticket_id, 20, 19)
-    assert ledger.begins_at(entry.ticket_id) == 4
-    ledger.end_send(entry.ticket_id)
-    assert ledger.grow(entry.ticket_id, 20, 19)
-    assert ledger.begins_at(entry.ticket_id) == 12, "two tokens less than it sees begin in the block from 16 on, and reach 4"
-    assert cache.num_free == NUM_BLOCKS - 2
-    ledger.want(99, 4)
-
-
-def test_a_stream_that_others_wait_for_is_computed_anew_with_no_more_blocks_than_others() -> None:
-    ledger, cache = book(window=WindowedLedgerMachine.window)
-    entry = ledger.reserve(b"r", tuple(range(33)), 40, "")
-    assert entry is not None
-    assert receive(ledger, entry)
-    ledger.attach(entry.ticket_id)
-    ledger.want(entry.ticket_id, 28)
-    ledger.preempt(entry.ticket_id)
-    cache.reset()
-    assert ledger.readmit(entry.ticket_id, 33, 33) == 0
-    for computed in range(0, 60, 2):
-        assert ledger.grow(entry.ticket_id, computed + 2, computed)
-        assert entry.block_table.num_owned <= ledger.blocks.at_once(100)
-    assert ledger.begins_at(entry.ticket_id) > 28, "who waited for the lost KV is told so"
-
-
-def test_what_was_handed_over_without_its_beginning_serves_a_next_turn() -> None:
-    ledger, _ = book(window=WindowedLedgerMachine.window)
-    entry = ledger.reserve(b"r", tuple(range(32)), 1, "")
-    assert entry is not None
-    assert (entry.held_tokens, entry.sent_from) == (0, 28)
-    assert receive(ledger, entry)
-    ledger.release(entry.ticket_id)
-    turn = ledger.reserve(b"r", tuple(range(33)), 1, "", own_tokens=1)
-    assert turn is not None
-    assert (turn.held_tokens, turn.block_table.first) == (32, 7)
-    assert ledger.computable(turn)
-    sent = ledger.reserve(b"r", tuple(range(100, 140)), 1, "")
-    assert sent is not None
-    assert not ledger.computable(sent)
-    assert ledger.attach_here(sent.ticket_id) is None
-
-
-def test_keeping_a_chunk_touches_only_the_keys_of_its_blocks() -> None:
-    num_blocks = 500
-    cache = PrefixCache(num_blocks + 1)
-    ledger = Ledger(cache, BLOCK_SIZE, LEASE_S, lambda: 0.0, lambda _: None, lambda _: None, lambda: None)
-    prompt = tuple(range(num_blocks * BLOCK_SIZE))
-    entry = ledger.reserve(b"r", prompt, 1, "")
-    assert entry is not None
-    assert ledger.attach_here(entry.ticket_id) is entry
-    entry.keys = keys = CountedKeys(entry.keys)
-    for start in range(0, len(prompt), 2 * BLOCK_SIZE):
-        ledger.keep(entry.ticket_id, prompt, start + 2 * BLOCK_SIZE, start)
-        assert keys.reads == 2
-        keys.reads = 0
-    assert entry.keys is keys
-    assert cache.match(block_keys(prompt, BLOCK_SIZE, "")) == num_blocks

@@ -76,7 +76,7 @@ class Source:
         token_ids = tuple(range(1000 * number, 1000 * number + PROMPT + 1))
         entry = self.ledger.reserve(b"r", token_ids[:-1], 9, "", own_tokens=1)
         assert entry is not None
-        self.ledger.attach_here(entry.ticket_id)
+        self.scheduler.attached.attach_here(entry.ticket_id)
         sampling = SamplingParams(seed=0, max_tokens=9)
         self.scheduler.add(Stream(entry.ticket_id, b"r", entry.block_table, sampling, list(token_ids), 1, PROMPT))
         return entry.ticket_id

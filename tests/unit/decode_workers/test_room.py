@@ -18,6 +18,7 @@ from decode_workers.scheduler import DecodeScheduler
 from decode_workers.stream import Stream
 from decode_workers.ticket_blocks import Cost
 from engine.memory.prefix_cache import PrefixCache
+from protocol.cache.keys import block_keys
 from protocol.sampling import SamplingParams
 from protocol.share import Share
 
@@ -64,7 +65,7 @@ class World:
         token_ids = (*range(1_000_000, 1_000_000 + common), *own)
         entry = self.ledger.reserve(b"r", token_ids, answer, "", share=share, spare=room.spare_beside(share, displaces=True))
         if entry is None:
-            cost = partial(self.ledger.reserve_cost, self.ledger.keys(token_ids, ""), prompt, answer)
+            cost = partial(self.ledger.blocks.reserve_cost, block_keys(token_ids, BLOCK, ""), prompt, answer)
             room.want(share, self.ledger.blocks.most_reserved(prompt, answer), cost)
             return None
         room.granted(share)
@@ -72,7 +73,7 @@ class World:
             self.ledger.begin_push(b"p", entry.ticket_id, entry.transfer_id, entry.held_tokens, missing)
             self.ledger.end_push(entry.ticket_id, missing, ok=True)
         assert self.ledger.commit(entry.ticket_id, entry.transfer_id, prompt)
-        assert self.ledger.attach(entry.ticket_id)
+        assert self.scheduler.attached.attach(entry.ticket_id)
         sampling = SamplingParams(seed=0, max_tokens=answer, temperature=0.0)
         stream = Stream(entry.ticket_id, b"r", entry.block_table, sampling, [*token_ids, 0], 1, len(token_ids), share=share)
         self.scheduler.add(stream)
@@ -85,7 +86,7 @@ class World:
         assert batch or not self.latest, "nothing is computed"
         chunks = [self.scheduler.chunk(stream) for stream in batch]
         tickets = [stream.ticket_id for stream in batch]
-        self.ledger.begin_step(tickets)
+        self.scheduler.attached.begin_step(tickets)
         self.now += STEP_S
         self.scheduler.took(STEP_S)
         for stream, chunk in zip(batch, chunks, strict=True):
@@ -97,11 +98,11 @@ class World:
             self.latest[stream.ticket_id] = self.now
             if stream.num_generated == stream.sampling.max_tokens:
                 self.scheduler.remove(stream.ticket_id)
-                self.ledger.keep(stream.ticket_id, stream.token_ids, stream.computed)
+                self.scheduler.attached.keep(stream.ticket_id, stream.token_ids, stream.computed)
                 self.ledger.release(stream.ticket_id)
                 self.ended[stream.ticket_id] = self.now
                 del self.latest[stream.ticket_id]
-        self.ledger.end_step(tickets)
+        self.scheduler.attached.end_step(tickets)
         self.ledger.check_integrity()
 
     def steps_until(self, ticket_id: int) -> int:

@@ -116,7 +116,7 @@ def test_a_turn_goes_on_where_it_is_decoded() -> None:
     requests = two_conversations()
     cluster = Cluster(Shape(2, 2), config(), profile(), lambda request: None)
     cluster.run(requests)
-    assert [worker._ledger.cache_hits for worker in cluster.decodes] == [blocks_of(349)] * 2
+    assert [worker._scheduler.attached.cache_hits for worker in cluster.decodes] == [blocks_of(349)] * 2
 
 
 def same_beginning(num: int) -> list[Request]:

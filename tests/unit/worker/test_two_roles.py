@@ -70,7 +70,7 @@ class TwoRoles:
             return
         entry = self.ledger.reserve(b"r", tuple(tokens), max_tokens, "", own_tokens=1)
         if entry is not None:
-            assert self.ledger.attach_here(entry.ticket_id) is entry
+            assert self.streams.attached.attach_here(entry.ticket_id) is entry
             sampling = SamplingParams(seed=1, max_tokens=max_tokens)
             table = entry.block_table
             self.streams.add(Stream(entry.ticket_id, b"r", table, sampling, list(tokens), 0, entry.held_tokens))
@@ -90,7 +90,7 @@ class TwoRoles:
         for stream in batch:
             chunk = self.streams.chunk(stream)
             self.streams.computed(stream, chunk)
-            self.ledger.keep(stream.ticket_id, stream.token_ids, chunk.end, chunk.start)
+            self.streams.attached.keep(stream.ticket_id, stream.token_ids, chunk.end, chunk.start)
             if chunk.end == len(stream.token_ids):
                 self._fresh += 1
                 stream.append(self._fresh)
