@@ -194,9 +194,9 @@ def test_a_full_worker_gives_streams_to_one_that_joins(small_model: ModelFacts) 
             asking = [asyncio.create_task(many.ask(prompt, sampling)) for prompt, sampling in wanted]
             await many.until(lambda: many.running("decode-0") == 16)
             many.controller.mark("decode-1", WorkerState.READY)
-            await many.until(lambda: many.running("decode-1") > 0)
-            assert same(await asyncio.gather(*asking), expected)
+            await many.until(lambda: many.running("decode-1") > 0 and not many.migrator._moves)
             assert 1 <= many.moves("balance")["moved"] <= 8, "half of them at most"
+            assert same(await asyncio.gather(*asking), expected)
 
     run(scenario())
 
