@@ -10,8 +10,9 @@ is a child of a Ray actor that does not take it along when it is killed. So this
 2. removes those two sections from the configuration that Serve just wrote, and closes the admin socket to other users;
 3. adds what `cluster.ray.front` has left beside it for this start of Tandem, if anything: headers, deadlines, TLS. Then it also
    leaves the routers of other nodes to the HAProxies there, for they listen on the loopback of their nodes;
-4. asks the kernel to kill it when its parent dies;
-5. becomes HAProxy (exec: same process id, same arguments), so that Serve supervises it as usual. With TLS, a child stays behind
+4. asks another router where one died before it answered a GET, and gives HAProxy's own errors the form of routers' (with 3.);
+5. asks the kernel to kill it when its parent dies;
+6. becomes HAProxy (exec: same process id, same arguments), so that Serve supervises it as usual. With TLS, a child stays behind
    that watches the certificate's files (cluster.ray.certificate) and ends with HAProxy.
 
 Imports little besides the standard library: it runs at every HAProxy reload. Source of the configuration's shape:
@@ -26,6 +27,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,8 +55,17 @@ _HARD_STOP_S = 86_400
 It is replaced whenever a router comes or goes, and only streams of that router are to notice. Serve's own 120 s would cut off
 those of all routers. By itself it ends with its last stream.
 """
+_REPLACED = (["timeout", "client"], ["timeout", "http-request"], ["retry-on"], ["errorfile"])
+"""Settings of Serve's, as the first words of their lines, in whose place come our own."""
 _ALL_ADDRESSES = "::"
 """The host that stands for all addresses of this machine, of IPv6 and of IPv4."""
+_ERRORS = {
+    502: "The router that had the request was lost before it answered. It may have been obeyed.",
+    503: "No router can be reached now.",
+    504: "The router does not answer.",
+}
+"""What clients are told, in the form of `router.api.errors`, when there is no router that says it. Without apostrophes."""
+_RETRY_AFTER_S = 1
 _SERVES_OWN_HEADERS = ("x-request-disconnect-disabled", "x-request-timeout-seconds")
 """Headers by which a client could tell Ray Serve to let its request go on when it has left, or to cut it off."""
 
@@ -123,8 +134,9 @@ def guarded(configuration: str, settings: FrontSettings | None, certificate: Pat
             continue
         elif words[:1] == ["defaults"]:
             client, head = _milliseconds(settings.client_s), _milliseconds(settings.header_s)
-            kept += [line, *_ours(f"timeout client {client}", f"timeout http-request {head}")]
-        elif section == "defaults" and words[:2] in (["timeout", "client"], ["timeout", "http-request"]):
+            timeouts = (f"timeout client {client}", f"timeout http-request {head}")
+            kept += [line, *_ours(*timeouts, "retry-on conn-failure empty-response", *_error_lines())]
+        elif section == "defaults" and (words[:1] in _REPLACED or words[:2] in _REPLACED):
             continue
         elif section == "frontend http_frontend" and words[:1] == ["bind"]:
             kept += _frontend(words[1], settings, certificate)
@@ -133,6 +145,12 @@ def guarded(configuration: str, settings: FrontSettings | None, certificate: Pat
         else:
             kept.append(line)
     return "".join(kept)
+
+
+def _error_lines() -> Iterator[str]:
+    for status, message in _ERRORS.items():
+        body = json.dumps({"error": {"message": message, "type": "server_error", "param": None, "code": "unavailable"}})
+        yield f"http-error status {status} content-type application/json string '{body}' hdr Retry-After {_RETRY_AFTER_S}"
 
 
 def _frontend(address: str, settings: FrontSettings, certificate: Path) -> list[str]:
@@ -145,6 +163,7 @@ def _frontend(address: str, settings: FrontSettings, certificate: Path) -> list[
     return [
         f"    bind {'0.0.0.0' if everywhere else settings.host}:{port}{tls}\n",
         *_ours(*([f"bind {_ALL_ADDRESSES}:{port} v6only{tls}"] if everywhere else [])),
+        *_ours("http-request disable-l7-retry unless { method GET HEAD }"),
         *_ours(*(f"http-request del-header {name}" for name in (*_SERVES_OWN_HEADERS, "x-tandem-relayed"))),
         *_ours(f"http-request set-header x-tandem-relayed 1 if {relayed}"),
         *_ours(*(f"http-request del-header {name}" for name in _PROXY_HEADERS)),
