@@ -22,24 +22,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cluster.nodes.leaving import Leaving, which_drain
-from cluster.pools.actions import Action, Drain, Remove, Resume, Start, Stop, TakeRole
-from cluster.pools.members import NO_WORKERS, Member, PoolRecord, WorkerIds
+from cluster.pools.actions import Action, Drain, Resume, Start, Stop, TakeRole
+from cluster.pools.members import NO_WORKERS, Member, Members, PoolRecord, WorkerIds
+from cluster.pools.pauses import STEADY_S, pause_s
 from protocol.cluster_view import WorkerInfo, WorkerState
 from protocol.errors import InvalidRequestError
 from protocol.messages.workers import Duty, Role, WorkerRef
 
 MAX_WORKERS = 1024
-FIRST_RETRY_S = 1.0
-MAX_RETRY_S = 30.0
-_MOST_DOUBLINGS = 5
-"""So often doubled, the first pause is as long as the longest."""
-STEADY_S = 30.0
-"""Seconds for which a worker must have been READY, so that its end counts as an accident and not as one more of a row."""
-RESUMPTION_S = 3.0
-"""Seconds from a worker's death to the start of its replacement, if others of its pool are READY.
-
-These take up its streams, and on a machine that they share a start would take the processor from them just then.
-"""
 
 
 class Pool:
@@ -55,21 +45,18 @@ class Pool:
         self.least = least
         self.desired = record.desired
         self._both = record.both
-        self._ids = ids
-        self._members = {member.info.worker_id: member for member in record.members}
-        for member in record.members:
-            ids.take(member.index)
+        self._members = Members(ids, record.members)
 
     def __contains__(self, worker_id: str) -> bool:
         return worker_id in self._members
 
     def workers(self) -> tuple[WorkerInfo, ...]:
         """All workers of the pool, in the order of their index."""
-        return tuple(member.info for member in sorted(self._members.values(), key=lambda member: member.index))
+        return tuple(member.info for member in self._members.in_order())
 
     def record(self) -> PoolRecord:
         """The pool's present state as a record, from which another pool can be made."""
-        return PoolRecord(self.desired, tuple(self._members.values()), self._both)
+        return PoolRecord(self.desired, self._members.all(), self._both)
 
     def resume(self) -> list[Action]:
         """Go on where the former pool, from whose record this one was made, has ended. Call it once, before anything else."""
@@ -96,7 +83,7 @@ class Pool:
                 f"{self.role.value} must be {self.least} to {MAX_WORKERS} workers, got {workers}", param=self.role.value
             )
         missing, self.desired = self.num_missing, workers
-        active = self._staying()
+        active = self._members.staying()
         active.sort(key=lambda member: (member.info.state is not WorkerState.READY, not member.info.both, member.index))
         actions: list[Action] = [self._begin() for _ in range(workers - len(active) - missing)]
         for member in reversed(active[workers:]):
@@ -125,7 +112,7 @@ class Pool:
                 f"{worker_id} is the only {self.role.value} worker that is wanted: add another first, or restart it",
                 param="worker",
             )
-        if self.least and self._ready() == [member]:
+        if self.least and self._members.ready() == [member]:
             problem = f"{worker_id} is the only {self.role.value} worker that is ready: wait for another, or restart it"
             raise InvalidRequestError(problem, param="worker")
         self._want_less(member)
@@ -134,7 +121,7 @@ class Pool:
     @property
     def num_unready(self) -> int:
         """Number of workers that are to stay, or are missing, and are not READY: the first to go when fewer are wanted."""
-        return self.num_missing + sum(member.info.state is not WorkerState.READY for member in self._staying())
+        return self.num_missing + sum(member.info.state is not WorkerState.READY for member in self._members.staying())
 
     @property
     def num_missing(self) -> int:
@@ -144,22 +131,22 @@ class Pool:
     @property
     def num_ready(self) -> int:
         """Number of workers that are to stay, and take requests."""
-        return len(self._ready())
+        return len(self._members.ready())
 
     @property
     def num_staying(self) -> int:
         """Number of workers that are to stay, whatever they do now."""
-        return len(self._staying())
+        return len(self._members.staying())
 
     @property
     def num_placed(self) -> int:
         """Number of workers on nodes that stay, those that drain there among them."""
-        return sum(member.leaving is None for member in self._members.values())
+        return sum(member.leaving is None for member in self._members.all())
 
     @property
     def num_both(self) -> int:
         """Number of workers that are to stay and do the work of both roles."""
-        return sum(member.info.both for member in self._staying())
+        return sum(member.info.both for member in self._members.staying())
 
     @property
     def both_wanted(self) -> int:
@@ -168,7 +155,7 @@ class Pool:
 
     def both_ready(self) -> list[str]:
         """The ids of those of them that take requests."""
-        return [member.info.worker_id for member in self._ready() if member.info.both]
+        return [member.info.worker_id for member in self._members.ready() if member.info.both]
 
     def duty_of(self, worker_id: str) -> Duty:
         """What a worker of this pool is asked for."""
@@ -178,7 +165,7 @@ class Pool:
         """The id of the worker that is the first to go over to another role: the READY one with the highest index, of those
         that do not do both already. None if no other one is READY, and its role can't do without any.
         """
-        ready = self._ready()
+        ready = self._members.ready()
         if len(ready) <= self.least:
             return None
         return max(ready, key=lambda member: (not member.info.both, member.index)).info.worker_id
@@ -196,7 +183,8 @@ class Pool:
         if self.spare() is None:
             raise InvalidRequestError(f"{worker_id} is the only {self.role.value} worker that is ready", param="worker")
         self._want_less(member)
-        return self._members.pop(worker_id)
+        self._members.give_up(member)
+        return member
 
     def take(self, member: Member, *, both: bool = False) -> Duty:
         """Have a worker of another pool from now on: the same life, in another role. Return what it is asked for."""
@@ -214,12 +202,12 @@ class Pool:
 
     def hand_on_both(self) -> list[Action]:
         """Where some are to do both, of whom none is READY, have another one that is READY do so in the place of one."""
-        ready = self._ready()
+        ready = self._members.ready()
         if not self._both or not ready:
             return []
         if self.num_both == self._both:
-            late = next(member for member in self._staying() if member.info.both)  # it has nothing, or gives it away
-            self._members[late.info.worker_id] = replace(late, info=replace(late.info, both=False))
+            late = next(member for member in self._members.staying() if member.info.both)  # it has nothing, or gives it away
+            self._members.put(late, replace(late.info, both=False))
         heir = max(ready, key=lambda member: member.index)
         return [TakeRole(heir.info.worker_id, heir.info.epoch, self._give(heir, both=True))]
 
@@ -229,13 +217,13 @@ class Pool:
         It takes requests until it is `due`. Another worker is wanted in its place (`num_missing`). One that is STARTING is gone
         at once.
         """
-        member = self._living(worker_id, epoch)
+        member = self._members.living(worker_id, epoch)
         if member is None or (member.leaving is not None and member.leaving.leaves_at == told.leaves_at):
             return []
         if member.info.state is WorkerState.STARTING:
-            return [self._forget(member)]
+            return [self._members.forget(member)]
         info = replace(member.info, leaves_at=told.leaves_at, last_error=told.in_words())
-        self._members[worker_id] = replace(member, info=info, comes_back=False, leaving=told)
+        self._members.put(replace(member, comes_back=False, leaving=told), info)
         return []
 
     def begin_missing(self) -> list[Action]:
@@ -248,8 +236,8 @@ class Pool:
         `no_room` says why no other worker can begin in their place, None if one can. `others_ready` of the role take
         requests in other pools, and stay.
         """
-        actions: list[Action] = [self._forget(member) for member, told in self._going() if now >= told.end_by]
-        ready = [(member, told) for member, told in self._going() if member.info.state is WorkerState.READY]
+        actions: list[Action] = [self._members.forget(member) for member, told in self._members.going() if now >= told.end_by]
+        ready = [(member, told) for member, told in self._members.going() if member.info.state is WorkerState.READY]
         told_ready, num_starting = [told for _, told in ready], self.num_staying - self.num_ready
         drains = which_drain(
             told_ready, self.num_ready, self.desired, now, num_starting=num_starting, others_ready=others_ready
@@ -257,32 +245,31 @@ class Pool:
         actions += [
             self._begin_drain(member, comes_back=False) for (member, _), drain in zip(ready, drains, strict=True) if drain
         ]
-        for member, told in self._going():
-            info = replace(member.info, last_error=told.in_words(no_room))
-            self._members[info.worker_id] = replace(member, info=info)
+        for member, told in self._members.going():
+            self._members.put(member, replace(member.info, last_error=told.in_words(no_room)))
         return actions
 
     @property
     def num_leaving(self) -> int:
         """Number of workers that leave their nodes, and have not left yet."""
-        return len(self._going())
+        return len(self._members.going())
 
     @property
     def any_leaving(self) -> bool:
         """Whether workers leave their nodes, or are missing because some have."""
-        return bool(self._going() or self.num_missing)
+        return bool(self._members.going() or self.num_missing)
 
     def started(self, ref: WorkerRef, pids: tuple[int, ...], node: str) -> list[Action]:
         """This life listens at `ref` and takes requests from now on."""
-        member = self._living(ref.worker_id, ref.epoch)
+        member = self._members.living(ref.worker_id, ref.epoch)
         if member is not None and member.info.state is WorkerState.STARTING:
             info = replace(member.info, state=WorkerState.READY, ref=ref, pids=pids, node=node)
-            self._members[ref.worker_id] = replace(member, info=info)
+            self._members.put(member, info)
         return []
 
     def resumed(self, worker_id: str, epoch: int) -> list[Action]:
         """This life is still up."""
-        member = self._living(worker_id, epoch)
+        member = self._members.living(worker_id, epoch)
         draining = member is not None and member.info.state is WorkerState.DRAINING
         return [Drain(worker_id, epoch)] if draining else []
 
@@ -291,35 +278,26 @@ class Pool:
 
         A worker whose lives end soon, one after the other, waits longer and longer before the next one.
         """
-        member = self._living(worker_id, epoch)
+        member = self._members.living(worker_id, epoch)
         if member is None:
             return []
         if member.leaves:
-            return [self._forget(member)]
+            return [self._members.forget(member)]
         quick_ends = member.info.quick_ends + (0 if member.comes_back else 1) if ready_s < STEADY_S else 0
-        delay_s = 0.0 if member.comes_back else self._delay_s(member, quick_ends)
-        reason = "restarted on request" if member.comes_back else error
-        info = self._fresh(worker_id, restarts=member.info.restarts + 1, last_error=reason)
-        info = replace(info, both=member.info.both, quick_ends=quick_ends, start_delay_s=delay_s)
-        self._members[worker_id] = replace(member, info=info, comes_back=False)
-        return [Start(worker_id, info.epoch, delay_s)]
+        was_ready = member.info.state is WorkerState.READY
+        if member.comes_back:
+            reason, delay_s = "restarted on request", 0.0
+        else:
+            reason = error
+            delay_s = pause_s(quick_ends, spares_others=was_ready and self._members.any_ready_but(member))
+        return [self._members.begin_again(member, self.revision, reason, quick_ends=quick_ends, delay_s=delay_s)]
 
     def drained(self, worker_id: str, epoch: int) -> list[Action]:
         """Nothing runs on this DRAINING worker any more, or it had its time."""
-        member = self._living(worker_id, epoch)
+        member = self._members.living(worker_id, epoch)
         if member is None or member.info.state is not WorkerState.DRAINING:
             return []
-        return [Stop(worker_id, epoch) if member.comes_back else self._forget(member)]
-
-    def _delay_s(self, lost: Member, quick_ends: int) -> float:
-        """Seconds before the next life of a worker that was lost, with so many lives in a row that ended soon."""
-        # One may be an accident (the node went away meanwhile); only a row of them is worth waiting for.
-        doublings = min(quick_ends - 2, _MOST_DOUBLINGS)
-        pause_s = min(FIRST_RETRY_S * 2.0**doublings, MAX_RETRY_S) if quick_ends >= 2 else 0.0
-        others = [member for member in self._members.values() if member is not lost]
-        if lost.info.state is WorkerState.READY and any(other.info.state is WorkerState.READY for other in others):
-            return max(RESUMPTION_S, pause_s)
-        return pause_s
+        return [Stop(worker_id, epoch) if member.comes_back else self._members.forget(member)]
 
     def _to_flip(self, worker_id: str) -> Member:
         """The worker, which must be READY and stay on its node."""
@@ -332,64 +310,26 @@ class Pool:
 
     def _give(self, member: Member, *, both: bool) -> Duty:
         info = replace(member.info, role=self.role, both=both, term=member.info.term + 1)
-        self._members[info.worker_id] = replace(member, info=info)
+        self._members.put(member, info)
         return info.duty
+
+    def _begin(self) -> Start:
+        """Begin one worker more. The one in whose place it comes, if any, may have done both."""
+        return self._members.begin(self.role, self.revision, both=self.num_both < self._both)
 
     def _want_less(self, member: Member) -> None:
         """Want one worker less: this one."""
         self.desired -= 1
         self._both -= member.info.both
 
-    def _staying(self) -> list[Member]:
-        return [member for member in self._members.values() if not member.leaves]
-
-    def _ready(self) -> list[Member]:
-        return [member for member in self._staying() if member.info.state is WorkerState.READY]
-
-    def _going(self) -> list[tuple[Member, Leaving]]:
-        """Those that leave their nodes, in the order in which they should."""
-        going = [(member, member.leaving) for member in self._members.values() if member.leaving is not None]
-        return sorted(going, key=lambda each: (each[1].leaves_at, each[0].index))
-
-    def _living(self, worker_id: str, epoch: int) -> Member | None:
-        member = self._members.get(worker_id)
-        return member if member is not None and member.info.epoch == epoch else None
-
-    def _begin(self) -> Start:
-        index = self._ids.take()
-        info = self._fresh(f"worker-{index}", restarts=0, last_error=None)
-        info = replace(info, both=self.num_both < self._both)  # the one in whose place it comes did both
-        self._members[info.worker_id] = Member(index, info)
-        return Start(info.worker_id, info.epoch, 0.0)
-
-    def _fresh(self, worker_id: str, restarts: int, last_error: str | None) -> WorkerInfo:
-        return WorkerInfo(
-            worker_id=worker_id,
-            role=self.role,
-            epoch=self._ids.next_epoch(worker_id),
-            state=WorkerState.STARTING,
-            ref=None,
-            pids=(),
-            node=None,
-            restarts=restarts,
-            last_error=last_error,
-            revision=self.revision,
-        )
-
     def _dismiss(self, member: Member) -> list[Action]:
         if member.info.state is WorkerState.STARTING:
-            return [self._forget(member)]
+            return [self._members.forget(member)]
         if member.comes_back:  # it drains already, but now for good
-            self._members[member.info.worker_id] = replace(member, comes_back=False)
+            self._members.put(replace(member, comes_back=False), member.info)
             return []
         return [self._begin_drain(member, comes_back=False)]
 
     def _begin_drain(self, member: Member, *, comes_back: bool) -> Drain:
-        info = replace(member.info, state=WorkerState.DRAINING)
-        self._members[info.worker_id] = replace(member, info=info, comes_back=comes_back)
-        return Drain(info.worker_id, info.epoch)
-
-    def _forget(self, member: Member) -> Remove:
-        del self._members[member.info.worker_id]
-        self._ids.give_back(member.index)
-        return Remove(member.info.worker_id, member.info.epoch)
+        self._members.put(replace(member, comes_back=comes_back), replace(member.info, state=WorkerState.DRAINING))
+        return Drain(member.info.worker_id, member.info.epoch)

@@ -1,36 +1,29 @@
 """The pools of both roles together: how many workers each should have, and who goes over from one to the other.
 
-Pure, as `cluster.pools.pool` is: wishes and events come in, orders for the outside world go out. Where workers of the two
-roles are not alike, they stay in theirs.
+Pure, as `cluster.pools.pool` is: wishes and events come in, orders for the outside world go out. Who is there, knows
+`cluster.pools.table`. Where workers of the two roles are not alike, they stay in theirs.
 
     STANDBY ──a role wants more──► its pool ──a role wants fewer, and a standby is missing──► STANDBY
 
 A worker whose node will go stays until another one is ready in its place, or until it has to go (`heed`).
 
-While a new configuration is rolled out (cluster.rollout), each role has a second pool, of the workers that have it: the new
-revision. In the end one of the two revisions is empty, and forgotten.
-
 A decode worker that does the work of both roles is one more decode worker in every number, but for one thing: while one is
 ready, prefill can do without workers of its own. Where one is to do both, and nobody who is READY computes prompts, a decode
 worker that is READY does so at once, in the place of one that is not.
 
-Workers on standby (`autoscale.standby`) are up and have the model. They are a pool of their own, which counts as one of decode
-workers to whom nobody gives work; going over from it is a flip, and as quick.
+Workers on standby (`autoscale.standby`) are up and have the model. Their pool counts as one of decode workers to whom nobody
+gives work; going over from it is a flip, and as quick.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
 
 from cluster.nodes.leaving import Leaving
 from cluster.pools.actions import Action, TakeRole
-from cluster.pools.members import NO_WORKERS, PoolRecord, WorkerIds
 from cluster.pools.pool import Pool
-from cluster.pools.revisions import ONE_REVISION, Numbers, RevisionsRecord, numbers_of
+from cluster.pools.table import PoolTable, add_standby
 from cluster.ray.placement import pool_of
-from configs.schema import ClusterConfig
-from protocol.cluster_view import WorkerInfo, WorkerState
 from protocol.errors import InvalidRequestError
 from protocol.messages.workers import Duty, Role, WorkerLife
 
@@ -38,67 +31,8 @@ CheckRoom = Callable[[Mapping[Role, int], Collection[Role]], None]
 """Raises InvalidRequestError, naming one of the second argument's roles, if the first one's workers can't all be had."""
 
 
-class Pools:
-    """All workers of a cluster, by role. A worker is in one pool at a time."""
-
-    def __init__(
-        self,
-        config: ClusterConfig,
-        records: Mapping[Role, PoolRecord] | None = None,
-        standby: PoolRecord | None = None,
-        epochs: Mapping[str, int] | None = None,
-        revisions: RevisionsRecord = ONE_REVISION,
-    ) -> None:
-        """`config` is what the cluster was started with. The others are those of former pools, if there were some."""
-        self._config = revisions.config or config
-        self._changed = revisions.config
-        self.new_config = revisions.new_config
-        """That of the new revision, while there is one."""
-        self.revision, self.latest = revisions.current, revisions.latest
-        """The current revision, and the latest that there ever was."""
-        self._ids = WorkerIds(epochs)
-        self._pools = {role: self._pool(role, (records or {}).get(role), self.revision) for role in Role}
-        self._standby = Pool(Role.DECODE, self._ids, standby or NO_WORKERS, least=0, revision=self.revision)
-        self._new: dict[Role, Pool] = {}
-        """Of the new revision, while there is one."""
-        if self.new_config is not None:
-            self._new = {role: self._pool(role, revisions.new_pools.get(role), self.latest) for role in Role}
-        self.roles = [role for role in Role if config.disaggregation != "never" or role is Role.DECODE]
-        """Those that the cluster has."""
-
-    @property
-    def epochs(self) -> Mapping[str, int]:
-        """The last epoch of every worker id that there ever was."""
-        return self._ids.epochs
-
-    def workers(self) -> tuple[WorkerInfo, ...]:
-        """All workers, those of prefill first, those on standby last."""
-        serving = tuple(info for pool in self._serving() for info in pool.workers())
-        waiting = (
-            replace(info, standby=True, state=WorkerState.STANDBY if info.state is WorkerState.READY else info.state)
-            for info in self._standby.workers()
-        )
-        return (*serving, *waiting)
-
-    def wanted(self) -> dict[Role, int]:
-        """How many workers there should be of each role that the cluster has."""
-        return {role: sum(pool.desired for pool in self._serving() if pool.role is role) for role in self.roles}
-
-    def records(self) -> dict[Role, PoolRecord]:
-        """Return the record of each role's pool, from which another controller makes its pools."""
-        return {role: pool.record() for role, pool in self._pools.items()}
-
-    def standby_record(self) -> PoolRecord:
-        """What the pool of the workers on standby can be made from."""
-        return self._standby.record()
-
-    def ready(self) -> dict[Role, int]:
-        """How many workers of each role take requests, and stay."""
-        return {role: sum(pool.num_ready for pool in self._serving() if pool.role is role) for role in self.roles}
-
-    def settled(self) -> bool:
-        """Whether every wanted worker takes requests."""
-        return all(pool.settled() for pool in self._pools.values())
+class Pools(PoolTable):
+    """All workers of a cluster, and what they are to do."""
 
     def start(self) -> list[Action]:
         """Want the configured number of workers."""
@@ -141,24 +75,20 @@ class Pools:
         """Begin the workers that are missing on standby, as far as there is room for them."""
         actions: list[Action] = []
         while self._standby.desired < self._config.autoscale.standby:
-            placed, wanted = self._placed(), _with(self.wanted(), self._standby.desired)
+            placed, wanted = self._placed(), add_standby(self.wanted(), self._standby.desired)
             sizes = {role: max(placed[role], wanted[role]) for role in self.roles}
             try:
-                check_room(_with(sizes, 1), (Role.DECODE,))
+                check_room(add_standby(sizes, 1), (Role.DECODE,))
             except InvalidRequestError:
                 break
             actions += self._standby.scale(self._standby.desired + 1)
         return actions
 
-    def with_standby(self, sizes: Mapping[Role, int]) -> dict[Role, int]:
-        """Sizes as they count for the room that they take."""
-        return _with(sizes, self._config.autoscale.standby)
-
     def with_few_on_standby(self, sizes: Mapping[Role, int]) -> dict[Role, int]:
         """Return sizes as they count for the room that they take, where workers that go over from standby are not replaced."""
         present = self.wanted()
         more = sum(max(0, workers - present[role]) for role, workers in sizes.items()) - self._flips({**present, **sizes})[0]
-        return _with(sizes, self._standby.desired - min(more, self._standby.num_ready))
+        return add_standby(sizes, self._standby.desired - min(more, self._standby.num_ready))
 
     def drain(self, worker_id: str, *, restart: bool) -> list[Action]:
         """Let a worker go, or start anew, when it has given its work away.
@@ -194,11 +124,6 @@ class Pools:
             others = [each for each in self._serving() if each.role is pool.role and each.revision != pool.revision]
             actions += begun + pool.due(now, no_room, others_ready=sum(each.num_ready for each in others))
         return actions
-
-    @property
-    def any_leaving(self) -> bool:
-        """Whether workers leave their nodes, or are missing because some have."""
-        return any(pool.any_leaving for pool in (*self._serving(), self._standby))
 
     def _begin_missing(self, pool: Pool, check_room: CheckRoom, check_growing: CheckRoom) -> tuple[list[Action], str | None]:
         """As many as there is room for, and why there is none for the next one."""
@@ -237,77 +162,6 @@ class Pools:
             raise InvalidRequestError(problem, param="role")
         return self._hand_over(worker_id, pool, self._pools[role], both=duty is Duty.BOTH) + self._hand_on_both()
 
-    def begin_revision(self, config: ClusterConfig) -> list[Action]:
-        """Have a new revision, with this configuration and no workers yet. There must be no other one."""
-        assert self.new_config is None, "one rollout at a time"
-        self.latest, self.new_config = self.latest + 1, config
-        self._new = {role: self._pool(role, None, self.latest) for role in Role}
-        return []
-
-    def size_revisions(self, current: Mapping[Role, int], new: Mapping[Role, int]) -> list[Action]:
-        """Want this many workers of each role in both revisions, which may be none of one of them."""
-        actions: list[Action] = []
-        for sizes, pools in ((current, self._pools), (new, self._new)):
-            for role, workers in sizes.items():
-                pools[role].least = 0
-                actions += pools[role].scale(workers) if workers != pools[role].desired else []
-        return actions
-
-    def end_revision(self, *, taken: bool) -> list[Action]:
-        """Forget the new revision, which must have no workers; or, if it is `taken`, the current one in its place."""
-        assert self.new_config is not None, "there is one"
-        if taken:
-            self._pools, self.revision = self._new, self.latest
-            self._config = self._changed = self.new_config
-            self._standby.revision = self.revision
-        for role, pool in self._pools.items():
-            pool.least = self._config.autoscale.least(role.value)
-        self._new, self.new_config = {}, None
-        return []
-
-    def numbers(self) -> tuple[dict[Role, Numbers], dict[Role, Numbers]]:
-        """How many workers of each role there are, of the current revision and of the new one."""
-        return numbers_of(self._pools, self.roles), numbers_of(self._new, self.roles)
-
-    def revisions_record(self) -> RevisionsRecord:
-        """What other pools must know of the revisions."""
-        records = {role: pool.record() for role, pool in self._new.items()}
-        return RevisionsRecord(self.revision, self.latest, self._changed, self.new_config, records)
-
-    @property
-    def config(self) -> ClusterConfig:
-        """The configuration of the current revision."""
-        return self._config
-
-    def config_of(self, worker_id: str) -> ClusterConfig:
-        """The configuration of a worker. Raises InvalidRequestError if there is no such worker."""
-        if self.new_config is not None and self._pool_with(worker_id).revision == self.latest:
-            return self.new_config
-        return self._config
-
-    def duty_of(self, worker_id: str) -> Duty:
-        """What a worker is asked for now. Raises InvalidRequestError if there is no such worker."""
-        return self._pool_with(worker_id).duty_of(worker_id)
-
-    @property
-    def both_wanted(self) -> int:
-        """Number of workers that are to do the work of both roles."""
-        return self._pools[Role.DECODE].both_wanted
-
-    @property
-    def both_ready(self) -> int:
-        """Number of workers that do so, stay, and take requests."""
-        return len(self._pools[Role.DECODE].both_ready())
-
-    @property
-    def both_likely(self) -> int:
-        """Number of workers that do so and take requests, or will soon. One that drains does not count, nor one whose starts
-        fail.
-        """
-        both = [info for info in self._pools[Role.DECODE].workers() if info.both]
-        starting = [info for info in both if info.state is WorkerState.STARTING and not info.quick_ends]
-        return len(starting) + sum(info.state is WorkerState.READY for info in both)
-
     def tell(self, worker_id: str, event: Callable[[Pool], list[Action]]) -> list[Action]:
         """Tell the pool that a worker is in now what has become of it. Of a worker in none, nobody wants to hear."""
         pool = self._find(worker_id)
@@ -329,11 +183,6 @@ class Pools:
                 check_room(self.with_few_on_standby(wanted), tuple(asked))
             return False
         return True
-
-    def _placed(self) -> dict[Role, int]:
-        """How many workers there are on nodes that stay, those that drain there among them."""
-        sizes = {role: sum(each.num_placed for each in self._serving() if each.role is role) for role in self.roles}
-        return _with(sizes, self._standby.num_placed)
 
     def _flips(self, wanted: Mapping[Role, int]) -> tuple[int, Role, Role]:
         """How many workers may go over for these sizes, from which role, and to which."""
@@ -389,13 +238,6 @@ class Pools:
         computes = self.ready().get(Role.PREFILL, 0) or self.both_ready
         return [] if computes else self._pools[Role.DECODE].hand_on_both()
 
-    def why_not_alike(self) -> str | None:
-        """What keeps workers of one role from doing the other's work; None if they can."""
-        if len(self.roles) < len(Role):
-            return "this cluster is colocated, so all of its workers do both"
-        unlike = self._config.unlike
-        return None if unlike is None else f"prefill.{unlike} and decode.{unlike} differ"
-
     def _from_standby(self, sizes: Mapping[Role, int]) -> list[Action]:
         """Workers on standby go to the roles that want more."""
         actions: list[Action] = []
@@ -418,25 +260,3 @@ class Pools:
 
     def _standby_lacks(self) -> bool:
         return self._standby.num_ready < self._config.autoscale.standby
-
-    def _pool(self, role: Role, record: PoolRecord | None, revision: int) -> Pool:
-        least = self._config.autoscale.least(role.value)
-        return Pool(role, self._ids, record or NO_WORKERS, least=least, revision=revision)
-
-    def _serving(self) -> tuple[Pool, ...]:
-        """Those whose workers have a role, of both revisions."""
-        return (*self._pools.values(), *self._new.values())
-
-    def _find(self, worker_id: str) -> Pool | None:
-        return next((pool for pool in (*self._serving(), self._standby) if worker_id in pool), None)
-
-    def _pool_with(self, worker_id: str) -> Pool:
-        pool = self._find(worker_id)
-        if pool is None:
-            raise InvalidRequestError(f"there is no worker {worker_id!r:.100}; `tandem status` lists them", param="worker")
-        return pool
-
-
-def _with(sizes: Mapping[Role, int], standby: int) -> dict[Role, int]:
-    """Sizes with so many on standby among the decode workers."""
-    return {role: workers + (standby if role is Role.DECODE else 0) for role, workers in sizes.items()}

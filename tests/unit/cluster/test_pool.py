@@ -13,7 +13,8 @@ from pydantic import TypeAdapter
 from cluster.nodes.leaving import Leaving
 from cluster.pools.actions import Action, Drain, Remove, Resume, Start, Stop
 from cluster.pools.members import PoolRecord, WorkerIds
-from cluster.pools.pool import MAX_RETRY_S, MAX_WORKERS, RESUMPTION_S, STEADY_S, Pool
+from cluster.pools.pauses import MAX_RETRY_S, RESUMPTION_S, STEADY_S
+from cluster.pools.pool import MAX_WORKERS, Pool
 from cluster.records import ClusterRecord
 from protocol.cluster_view import WorkerState
 from protocol.errors import InvalidRequestError
@@ -314,10 +315,10 @@ class PoolHistory(RuleBasedStateMachine):
         for _ in range(room):
             self.obey(self.pool.begin_missing())
         lacks = "a node" if self.pool.num_missing else None
-        over = {member.info.worker_id for member, told in self.pool._going() if self.now >= told.end_by}
+        over = {member.info.worker_id for member, told in self.pool._members.going() if self.now >= told.end_by}
         serve = [info for info in self.pool.workers() if info.state is WorkerState.READY and info.worker_id not in over]
         self.obey(self.pool.due(self.now, lacks))
-        for member, _ in self.pool._going():
+        for member, _ in self.pool._members.going():
             assert member.info.worker_id not in over
             assert ("a node" in str(member.info.last_error)) == (lacks is not None)
         if serve:
