@@ -34,6 +34,7 @@ STOP_S = 10.0
 _KILLS = 5
 """Attempts to kill a process. After the last one its worker's next life begins all the same."""
 _KILL_AGAIN_S = 1.0
+_RELEASE_AGAIN_S = 10.0
 
 
 class Lives:
@@ -233,7 +234,22 @@ class Lives:
             await asyncio.wait([running])
         await self._kill(life)
         self.names.pop(life, None)
-        if not any(info.worker_id == life.worker_id for info in self._pools().workers()):
+        if not self._is_member(life.worker_id):
             self.refused.pop(life.worker_id, None)
-            await self._launcher.release(life.worker_id)
+        await self._release(life.worker_id)
         log.info("%s epoch %d is gone", *life)
+
+    async def _release(self, worker_id: str) -> None:
+        """Give back what a worker occupied that is gone. If that fails, it is tried again, until another life has it."""
+        while not self._is_member(worker_id):
+            try:
+                await self._launcher.release(worker_id)
+            except Exception:
+                log.exception("what %s occupied was not given back", worker_id)
+                await asyncio.sleep(_RELEASE_AGAIN_S)
+            else:
+                return
+
+    def _is_member(self, worker_id: str) -> bool:
+        """Whether a pool has a worker of this id, whatever its life."""
+        return any(info.worker_id == worker_id for info in self._pools().workers())

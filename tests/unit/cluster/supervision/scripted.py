@@ -81,6 +81,8 @@ class ScriptedLauncher:
         self.processes: dict[tuple[str, int], ScriptedProcess] = {}
         self.configs: dict[tuple[str, int], ClusterConfig] = {}
         self.released: list[str] = []
+        self.failing_releases = 0
+        """So many of them fail, the next ones first."""
         self.release_seen = asyncio.Event()
         self.left: set[WorkerLife] = set()
         """Lives that a former supervisor's end has left; with `take_up` only those that are recorded stay."""
@@ -103,6 +105,9 @@ class ScriptedLauncher:
 
     async def release(self, worker_id: str) -> None:
         assert not any(process.alive for process in self.lives_of(worker_id))
+        if self.failing_releases:
+            self.failing_releases -= 1
+            raise RuntimeError("the head does not answer")
         self.released.append(worker_id)
         self.release_seen.set()
 

@@ -73,6 +73,41 @@ def test_scaling_down_lets_running_work_finish_then_ends_the_worker() -> None:
     supervised(scenario, config(decode=2))
 
 
+def test_what_a_worker_occupied_is_given_back_though_that_fails_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.supervision.lives._RELEASE_AGAIN_S", 0.01)
+
+    async def scenario(supervisor: Supervisor, launcher: ScriptedLauncher) -> None:
+        await supervisor.start()
+        await supervisor.settle(5)
+        launcher.failing_releases = 2
+        launcher.processes["worker-2", 1].idle.set()
+        supervisor.scale({Role.DECODE: 1}, anything_fits)
+        await launcher.release_seen.wait()
+        assert (launcher.failing_releases, launcher.released) == (0, ["worker-2"])
+
+    supervised(scenario, config(decode=2))
+
+
+def test_another_life_has_what_was_not_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.supervision.lives._RELEASE_AGAIN_S", 0.01)
+
+    async def scenario(supervisor: Supervisor, launcher: ScriptedLauncher) -> None:
+        await supervisor.start()
+        await supervisor.settle(5)
+        launcher.failing_releases = 10**6
+        launcher.processes["worker-2", 1].idle.set()
+        supervisor.scale({Role.DECODE: 1}, anything_fits)
+        while launcher.failing_releases == 10**6:  # noqa: ASYNC110 (nobody is told of a failure)
+            await asyncio.sleep(0)
+        supervisor.scale({Role.DECODE: 2}, anything_fits)
+        await seen(supervisor, all_ready)
+        launcher.failing_releases = 0
+        await asyncio.sleep(0.05)
+        assert (one(supervisor.view(), "worker-2").epoch, launcher.released) == (2, [])
+
+    supervised(scenario, config(decode=2))
+
+
 def test_a_drain_ends_at_its_deadline() -> None:
     async def scenario(supervisor: Supervisor, launcher: ScriptedLauncher) -> None:
         await supervisor.start()
