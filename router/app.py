@@ -67,8 +67,7 @@ def create_app(
 
     Raises ConfigError if the API keys can't be read.
     """
-    # OpenAPI's own pages load scripts from other hosts, so they stay off.
-    app = DocumentedApp(title="Tandem", docs_url=None, redoc_url=None)
+    app = DocumentedApp(title="Tandem")
     install_error_handlers(app)
     authenticator = Authenticator(router.config)
     http = router.config.http

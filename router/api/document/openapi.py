@@ -5,13 +5,15 @@ FastAPI knows the paths alone, since the endpoints read their bodies and write t
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request, Response
 from pydantic import TypeAdapter
 
 from router.api.answer_sender import DROPPED_HEADER
@@ -121,6 +123,18 @@ class Operation:
 
 class DocumentedApp(FastAPI):
     """FastAPI, whose document also has the kinds of keys, and no docstrings of endpoints: those speak to developers."""
+
+    def setup(self) -> None:
+        """Serve the document, and no pages that show it: these load scripts from other hosts."""
+        self.add_route("/openapi.json", self._send_document, include_in_schema=False)
+
+    async def _send_document(self, _request: Request) -> Response:
+        """Making it takes 0.2 s, in which streams go on."""
+        return Response(await asyncio.to_thread(lambda: self._encoded), media_type=_JSON)
+
+    @cached_property
+    def _encoded(self) -> bytes:
+        return json.dumps(self.openapi()).encode()
 
     def openapi(self) -> Json:
         """Return the OpenAPI document of this app."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from configs.schema import HttpConfig
 from protocol.errors import UnavailableError
 from protocol.messages.workers import Duty, Role
+from router.api.document.openapi import DocumentedApp
 from router.app import create_app
 
 Run = Callable[..., None]
@@ -342,6 +344,27 @@ def test_bug_of_ours_is_a_500_without_details(run_cluster: Run) -> None:
             "code": "internal_error",
         }
         assert "x-request-id" in response.headers
+
+    run_cluster(test)
+
+
+def test_the_document_is_made_beside_the_streams(run_cluster: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    made_by = []
+
+    def noted(app: DocumentedApp) -> Any:
+        made_by.append(threading.current_thread())
+        return make(app)
+
+    make = DocumentedApp.openapi
+    monkeypatch.setattr(DocumentedApp, "openapi", noted)
+
+    async def test(cluster: Any) -> None:
+        answers = [await cluster.http.get("/openapi.json") for _ in range(2)]
+        assert [(answer.status_code, answer.headers["content-type"]) for answer in answers] == [(200, "application/json")] * 2
+        assert answers[0].content == answers[1].content
+        assert len(made_by) == 1
+        assert made_by[0] is not threading.current_thread()
+        assert (await cluster.http.get("/docs")).status_code == 404
 
     run_cluster(test)
 
