@@ -441,7 +441,7 @@ def test_workers_are_in_one_pool_each_whatever_they_do(events: list[tuple[Role, 
         assert len(set(ids)) == len(ids)
         for each in pools.values():
             assert all(info.role is each.role for info in each.workers())
-            assert len(each._staying()) == each.desired >= 1
+            assert len(each._members.staying()) == each.desired >= 1
 
 
 def soon(leaves_at: float = 100.0) -> Leaving:
