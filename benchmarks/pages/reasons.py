@@ -29,8 +29,8 @@ REASONS: dict[tuple[str, str, str], str] = {
         "would be 84 % of the processor's limit, and 65 % were reached."
     ),
     ("engine_avx2", "prefill of 256 and 1,024 tokens / vLLM's, lowest", "3cf5c85d610e"): (
-        "Two rounds. It is that of 256 tokens with two threads, which made 487 tokens/s in the first round and 295 in the second, "
-        "as fast as one thread; the other ratios are 1.14 to 1.27."
+        "Two rounds. It is that of 256 tokens with two threads, which made 487 tokens/s in the first round and 295 in the "
+        "second, as few as one thread; the other ratios are 1.14 to 1.27."
     ),
     ("overhead_avx512_bf16", "processor time outside the engine for a token", "0d79c5a366d0"): (
         "The router takes 114 µs of it, the decode worker 62, HAProxy 26, and the prefill worker 16. Rounds gave 202 to 228; "
