@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -116,8 +117,11 @@ async def begun(stream: Answered, entry: httpx.AsyncClient, headers: Mapping[str
 
 async def both_serve(site: Site) -> dict[str, Any]:
     texts = [await site.text(entry) for entry in (site.head, site.node, site.node, site.node)]
-    counts = [await site.counted(entry) for entry in (site.head, site.node)]
-    return {"texts": texts, "counts": counts, "routers": [await site.routers(entry) for entry in (site.head, site.node)]}
+    counts, routers = [], []
+    for entry in (site.head, site.node):  # each leaves out for a while what does not answer it at once
+        counts.append(await until("both are told of", partial(site.counted, entry), lambda found: len(found) == 2))
+        routers.append(await until("both are ready", partial(site.routers, entry), lambda found: found["ready"] == 2))
+    return {"texts": texts, "counts": counts, "routers": routers}
 
 
 async def lost_router(site: Site) -> dict[str, Any]:

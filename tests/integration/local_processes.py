@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections import defaultdict
+from contextlib import suppress
 from pathlib import Path
 
 TANDEM = str(Path(sys.executable).with_name("tandem"))
@@ -51,3 +54,10 @@ def marked_processes(mark: str) -> dict[int, str]:
     for pid in found:
         found += [child for child in children[pid] if child not in found]
     return {pid: commands[pid] for pid in found if commands.get(pid)}
+
+
+def kill_marked(mark: str) -> None:
+    """Kill the processes with this mark; some may end by themselves meanwhile."""
+    for pid in marked_processes(mark):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

@@ -43,6 +43,7 @@ def answer(cluster: Any, order: str) -> Any:
 
 
 def main() -> None:
+    answers, sys.stdout = sys.stdout, sys.stderr  # Ray says there what becomes of its nodes
     with tempfile.TemporaryDirectory(prefix="tandem-", dir="/tmp") as scratch:
         environment = local_environment(Path(scratch)) | {"RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0"}
         os.environ.update(environment)
@@ -60,9 +61,9 @@ def main() -> None:
                 "head": cluster.head_node.node_id,
                 "others": others,
             }
-            print(json.dumps(first), flush=True)  # noqa: T201
+            print(json.dumps(first), file=answers, flush=True)
             for order in sys.stdin:
-                print(json.dumps(answer(cluster, order)), flush=True)  # noqa: T201
+                print(json.dumps(answer(cluster, order)), file=answers, flush=True)
             ray.shutdown()
         finally:
             cluster.shutdown()

@@ -54,7 +54,7 @@ def test_keys_count_while_the_cluster_runs(guarded: Any, keys_file: Path) -> Non
     assert {complete(guarded, key).status_code for _ in range(4)} == {200}
     assert guarded.command("keys", "revoke", key.split("-")[1], "--keys-file", str(keys_file)).returncode == 0
     assert {complete(guarded, key).status_code for _ in range(4)} == {401}
-    assert httpx.get(f"{guarded.url}/health").status_code == 200
+    assert httpx.get(f"{guarded.url}/health", timeout=60).status_code == 200
     assert key.split("-", 2)[2] not in guarded.said()
 
 

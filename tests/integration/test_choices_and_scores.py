@@ -13,7 +13,7 @@ TEXT = "Prompts of some length are read once, however many answers they get. " *
 
 def prefilled(cluster: Any) -> float:
     """Prompt tokens that all workers have computed."""
-    lines = httpx.get(f"{cluster.url}/metrics").text.splitlines()
+    lines = httpx.get(f"{cluster.url}/metrics", timeout=60).text.splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("tandem:prefilled_tokens_total{"))
 
 

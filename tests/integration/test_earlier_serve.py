@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 
 from cluster.ray.session import free_port, local_environment
-from tests.integration.local_processes import marked_processes, ray_head_command
+from tests.integration.local_processes import kill_marked, ray_head_command
 
 pytestmark = pytest.mark.slow
 
@@ -40,8 +39,7 @@ def head() -> Iterator[tuple[str, dict[str, str]]]:
             subprocess.run(command, env=os.environ | environment, capture_output=True, timeout=START_S, check=True)
             yield f"127.0.0.1:{port}", environment
         finally:
-            for pid in marked_processes(mark):
-                os.kill(pid, signal.SIGKILL)
+            kill_marked(mark)
 
 
 def test_an_open_serve_is_not_used_for_a_closed_cluster(head: tuple[str, dict[str, str]], serve: Callable[..., Any]) -> None:

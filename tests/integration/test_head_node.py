@@ -20,7 +20,7 @@ import pytest
 from benchmarks.lib.streams import Answered, Request
 from cluster.ray.session import free_port, local_environment
 from tests.integration.disturbed import begun, disturbed, until
-from tests.integration.local_processes import TANDEM, marked_processes, ray_head_command
+from tests.integration.local_processes import TANDEM, kill_marked, marked_processes, ray_head_command
 
 REDIS = shutil.which("redis-server")
 START_S = 60.0
@@ -70,14 +70,14 @@ def head(tmp_path: Path) -> Iterator[Head]:
                     assert guard.wait(10) == 0, "it ends with its node"
                 redis.kill()
         finally:
-            for pid in marked_processes(mark):
-                os.kill(pid, signal.SIGKILL)
+            kill_marked(mark)
 
 
 def lives(cluster: Any) -> dict[str, tuple[int, int]]:
     return {worker["worker_id"]: (worker["epoch"], worker["pid"]) for worker in cluster.workers()}
 
 
+@pytest.mark.timeout(300)
 def test_serving_goes_on_without_the_gcs_and_the_cluster_is_whole_with_the_next(head: Head, serve: Callable[..., Any]) -> None:
     flags = ("--address", head.address, "--decode", "2")
     cluster = serve(*flags, environment=head.environment)

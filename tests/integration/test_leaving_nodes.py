@@ -127,6 +127,7 @@ def moved(cluster: Any, nodes: Nodes, node: str) -> None:
     assert node not in nodes.order("where").values()
 
 
+@pytest.mark.timeout(400)
 def test_a_node_with_the_only_decode_worker_is_left(nodes: Nodes, joined: Any) -> None:
     max_tokens = tokens_for(joined, 40)  # twice what another worker takes to start beside these streams, on two cores
     expected = run_all(variants(joined, 8, max_tokens))

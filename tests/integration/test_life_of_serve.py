@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import time
@@ -17,6 +16,7 @@ import pytest
 from cluster.commands.lib.exits import MENDABLE, UNAVAILABLE
 from cluster.ray.leftovers import remove_leftovers
 from tests.integration.listening import listening_elsewhere
+from tests.integration.local_processes import kill_marked
 
 GONE_S = 30.0
 
@@ -117,8 +117,7 @@ def test_when_the_command_is_killed_its_workers_and_haproxy_end_too(serve: Calla
     while others := [command for command in served.processes().values() if "agent" not in command.lower()]:
         assert time.monotonic() - begun < 9 * GONE_S, others
         time.sleep(0.1)
-    for pid in served.processes():
-        os.kill(pid, signal.SIGKILL)
+    kill_marked(served.mark)
     assert folder.exists()
     assert folder in remove_leftovers(), "as the next run does"
     assert not folder.exists()

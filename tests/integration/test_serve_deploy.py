@@ -21,7 +21,7 @@ import yaml
 
 from cluster.ray.session import free_port, local_environment
 from tests.integration.listening import listening
-from tests.integration.local_processes import TANDEM, marked_processes, ray_head_command
+from tests.integration.local_processes import TANDEM, kill_marked, marked_processes, ray_head_command
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -133,8 +133,7 @@ def head() -> Iterator[Head]:
                 subprocess.run(command, env=environment, stdout=output, stderr=output, timeout=START_S, check=True)
             yield Head(own, mark, free_port(), Path(scratch))
         finally:
-            for pid in marked_processes(mark):
-                os.kill(pid, signal.SIGKILL)
+            kill_marked(mark)
 
 
 def test_deployed_scaled_and_shut_down_and_nothing_is_left(head: Head) -> None:

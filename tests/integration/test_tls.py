@@ -119,12 +119,12 @@ def test_old_versions_of_tls_and_plain_http_are_refused(secure: Any, authority: 
     with pytest.raises(ssl.SSLError, match=r"(?i)version"):
         served_name(secure, oldest)
     with pytest.raises(httpx.TransportError):
-        httpx.get(f"http://127.0.0.1:{secure.port}/health")
+        httpx.get(f"http://127.0.0.1:{secure.port}/health", timeout=60)
 
 
 def test_admin_wants_its_key_where_there_are_api_keys(secure: Any, authority: Authority, api_key: str) -> None:
     for headers in ({}, {"authorization": f"Bearer {api_key}"}):
-        assert httpx.get(f"{secure.url}/admin/status", headers=headers, verify=authority.trusted).status_code == 401
+        assert httpx.get(f"{secure.url}/admin/status", headers=headers, verify=authority.trusted, timeout=60).status_code == 401
     assert secure.ask("GET", "/admin/status").status_code == 200
 
 

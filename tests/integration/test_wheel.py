@@ -105,7 +105,7 @@ def test_it_serves(unpacked: Path, tmp_path: Path, serve: Callable[..., Any]) ->
     assert served.leaks() == []
     served.end(signal.SIGTERM)
     assert served.process.returncode == 0, served.said()
-    served.until(lambda: not served.processes(), 10.0)
+    served.until(lambda: not served.processes(), 30.0)
 
 
 def variables_of(pid: int) -> set[str]:
