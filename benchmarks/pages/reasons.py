@@ -11,8 +11,8 @@ UNKNOWN = "not investigated"
 _ANOTHER_DAY = "vLLM's figure varies with the machine: on another one, at a034a1c, this ratio was {}. The cause is unknown."
 _BUSY = "The 32 workers took all of both cores at this pace, so requests waited for a processor. The simulator's do not."
 _ATTENTION = (
-    "Attention is bound by arithmetic there. From the processor's caches a token takes it 56 ns in bfloat16 and 73 in int8; "
-    "multiplying bytes as whole numbers took 61 to 64, and was not kept."
+    "Attention is bound by arithmetic there: with KV in the processor's caches, int8 takes longer than bfloat16. Multiplying "
+    "bytes as whole numbers was tried; it gained too little for other bits."
 )
 _FEWER = "Fewer were run; `make bench` runs as many as the goal wants."
 
