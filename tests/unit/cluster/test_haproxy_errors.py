@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from http.client import HTTPConnection, RemoteDisconnected
 from http.server import BaseHTTPRequestHandler
@@ -17,6 +15,7 @@ import pytest
 
 from cluster.ray.haproxy_guard import FrontSettings, settings_path
 from cluster.ray.session import free_port
+from tests.unit.cluster.real_haproxy import haproxy
 from tests.unit.http_servers import serving
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="HAProxy's binary comes for Linux only")
@@ -67,30 +66,14 @@ class Living(BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def haproxy(folder: Path, routers: list[int]) -> Iterator[int]:
+def entry(folder: Path, routers: list[int]) -> Iterator[int]:
     """HAProxy before routers at these ports, as soon as it listens; yields its own."""
     path, port = folder / "haproxy.cfg", free_port()
     servers = "".join(f"    server S{router} 127.0.0.1:{router}\n" for router in routers)
     path.write_text(CONFIGURATION.format(directory=folder, port=port) + servers)
     FrontSettings("t0ken", 10.0, 60.0, None, "127.0.0.1").save(settings_path(path))
-    command = [sys.executable, "-c", "from cluster.ray.haproxy_guard import main; main()", "-db", "-f", str(path)]
-    with subprocess.Popen(command) as process:
-        try:
-            wait_for(port)
-            yield port
-        finally:
-            process.kill()
-
-
-def wait_for(port: int) -> None:
-    deadline = time.monotonic() + 30.0
-    while True:
-        try:
-            HTTPConnection("127.0.0.1", port, timeout=10.0).connect()
-            return
-        except ConnectionRefusedError:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+    with haproxy(path, port):
+        yield port
 
 
 def ask(port: int, method: str, path: str) -> tuple[int, dict[str, str], bytes]:
@@ -113,7 +96,7 @@ def test_what_changes_nothing_goes_to_another_router(tmp_path: Path, method: str
     had kept the one to the router from earlier on.
     """
     Dying.died_of.clear()
-    with serving(Dying) as dying, serving(Living) as living, haproxy(tmp_path, [dying.server_port, living.server_port]) as port:
+    with serving(Dying) as dying, serving(Living) as living, entry(tmp_path, [dying.server_port, living.server_port]) as port:
         seen = []
         while not Dying.died_of:
             if kept:
@@ -126,7 +109,7 @@ def test_what_changes_nothing_goes_to_another_router(tmp_path: Path, method: str
 
 @pytest.mark.parametrize(("lost", "status"), [(True, 502), (False, 503)])
 def test_errors_look_like_those_of_routers(tmp_path: Path, lost: bool, status: int) -> None:
-    with serving(Dying) as dying, haproxy(tmp_path, [dying.server_port if lost else free_port()]) as port:
+    with serving(Dying) as dying, entry(tmp_path, [dying.server_port if lost else free_port()]) as port:
         told, headers, body = ask(port, "POST", "/v1/completions")
     assert (told, headers["content-type"], headers["retry-after"]) == (status, "application/json", "1")
     error = json.loads(body)["error"]

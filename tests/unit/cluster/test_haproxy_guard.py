@@ -7,7 +7,7 @@ import socket
 import stat
 import subprocess
 import sys
-import time
+from contextlib import closing
 from dataclasses import replace
 from http.client import HTTPConnection
 from pathlib import Path
@@ -19,6 +19,7 @@ from cluster.ray.haproxy_guard import ROUTERS_BACKEND, FrontSettings, guarded, r
 from cluster.ray.private_folder import close_folder
 from cluster.ray.session import free_port
 from cluster.router_replicas import APPLICATION
+from tests.unit.cluster.real_haproxy import HAPROXY, haproxy
 
 SETTINGS = FrontSettings("t0ken", 10.0, 60.0, None, "127.0.0.1")
 CONFIGURATION = """global
@@ -138,7 +139,7 @@ def test_a_folder_that_others_could_replace_is_refused(tmp_path: Path) -> None:
     folder.parent.chmod(0o777)  # as somebody may make it in /tmp before us
     assert close_folder(folder) == f"other users may write in {folder.parent}"
     (folder / "haproxy.cfg").write_text(CONFIGURATION)
-    command = [sys.executable, "-c", "from cluster.ray.haproxy_guard import main; main()", "-f", str(folder / "haproxy.cfg")]
+    command = [*HAPROXY, "-f", str(folder / "haproxy.cfg")]
     refused = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert (refused.returncode, f"[ALERT] tandem-haproxy: other users may write in {folder.parent}" in refused.stderr) == (
         1,
@@ -163,7 +164,7 @@ def test_the_real_haproxy_accepts_what_is_left(tmp_path: Path, host: str) -> Non
     path = tmp_path / "haproxy.cfg"
     path.write_text(CONFIGURATION.format(directory=tmp_path, metrics_port=9101, port=18080, stats_port=8404))
     replace(SETTINGS, host=host).save(settings_path(path))
-    command = [sys.executable, "-c", "from cluster.ray.haproxy_guard import main; main()", "-c", "-f", str(path)]
+    command = [*HAPROXY, "-c", "-f", str(path)]
     checked = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert checked.returncode == 0, checked.stderr
 
@@ -192,27 +193,15 @@ def test_clients_of_both_kinds_have_their_own_addresses(tmp_path: Path) -> None:
     told = CONFIGURATION.replace('string "listen stats"', 'lf-string "%[src]"')
     path.write_text(told.format(directory=tmp_path, metrics_port=9101, port=port, stats_port=8404))
     replace(SETTINGS, host="::").save(settings_path(path))
-    command = [sys.executable, "-c", "from cluster.ray.haproxy_guard import main; main()", "-db", "-f", str(path)]
-    with subprocess.Popen(command) as process:
-        try:
-            assert [answer(host, port) for host in ("::1", "127.0.0.1")] == ["::1", "127.0.0.1"]
-        finally:
-            process.kill()
+    with haproxy(path, port):
+        assert [answer(host, port) for host in ("::1", "127.0.0.1")] == ["::1", "127.0.0.1"]
 
 
 def answer(host: str, port: int) -> str:
-    """What is answered at this address, as soon as somebody listens."""
-    deadline = time.monotonic() + 30.0
-    while True:
-        connection = HTTPConnection(host, port, timeout=10.0)
-        try:
-            connection.request("GET", "/")
-            return connection.getresponse().read().decode()
-        except ConnectionRefusedError:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        finally:
-            connection.close()
+    """What is answered at this address."""
+    with closing(HTTPConnection(host, port, timeout=10.0)) as connection:
+        connection.request("GET", "/")
+        return connection.getresponse().read().decode()
 
 
 def test_routers_of_other_nodes_are_left_to_the_haproxies_there() -> None:
